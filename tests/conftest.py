@@ -1,0 +1,10 @@
+"""What every test runs under: the repository root importable, no network, no cache but the tests' own."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the helpers are imported as tests.serve.*
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"

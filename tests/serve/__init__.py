@@ -1,0 +1,1 @@
+"""Real engines on tiny random checkpoints, judged by Transformers itself."""

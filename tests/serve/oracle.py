@@ -1,0 +1,125 @@
+"""The oracle: Transformers itself, greedy, float32, eager attention, the whole sequence recomputed at each step."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.serve.tiny import Variant, make_checkpoint
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What follows one prompt: the tokens, their log-probabilities, and how far each led the runner-up (logits)."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    margins: tuple[float, ...]
+
+
+def load(folder: Path) -> Any:
+    """Load the checkpoint with Transformers and insist that every tensor found its place."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    bad = {key: value for key, value in info.items() if value}
+    if bad:
+        raise ValueError(f"Transformers cannot load {folder} completely: {bad}")
+    return model.eval()
+
+
+def answer(model: Any, prompt: list[int], max_tokens: int) -> Answer:
+    """Greedy continuation of one prompt."""
+    import torch
+
+    tokens, logprobs, margins = list(prompt), [], []
+    with torch.inference_mode():
+        for _ in range(max_tokens):
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].double()
+            top = logits.topk(2)
+            tokens.append(int(top.indices[0]))
+            logprobs.append(float(logits.log_softmax(-1)[top.indices[0]]))
+            margins.append(float(top.values[0] - top.values[1]))
+    return Answer(tuple(tokens[len(prompt) :]), tuple(logprobs), tuple(margins))
+
+
+def ask(folder: str, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+    """Greedy continuations of the prompts by the checkpoint in ``folder``."""
+    model = load(Path(folder))
+    return [answer(model, prompt, max_tokens) for prompt in prompts]
+
+
+def make_and_ask(variant: Variant, folder: str, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+    """Make the variant's checkpoint in ``folder``, unless it is there, and ask it."""
+    if not (Path(folder) / "config.json").exists():
+        make_checkpoint(variant, Path(folder))
+    return ask(folder, prompts, max_tokens)
+
+
+def sensitivities(variant: Variant, folder: str, sequences: list[list[int]]) -> dict[str, float]:
+    """For each field of ``variant.shows``: how far a log-probability moves at most when it takes its trivial value.
+
+    The weights are the checkpoint's; only what is computed with them changes.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    reference = _score(_load_as(folder, config), sequences)
+    moved = {}
+    for name, trivial in variant.shows.items():
+        other = type(config).from_dict(config.to_dict() | {name: trivial})
+        moved[name] = _farthest(reference, _score(_load_as(folder, other), sequences))
+    return moved
+
+
+def dropped_vectors(folder: str, sequences: list[list[int]]) -> dict[str, float]:
+    """For each kind of one-dimensional parameter: how far a log-probability moves at most when all of it are reset.
+
+    Biases are reset to zero; a norm weight to the whole number it was drawn around.
+    """
+    import torch
+
+    model = load(Path(folder))
+    reference = _score(model, sequences)
+    kinds: dict[str, list[Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(parameter)
+    moved = {}
+    for kind, parameters in kinds.items():
+        kept = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.fill_(0.0 if kind.endswith("bias") else parameter.mean().round().item())
+            moved[kind] = _farthest(reference, _score(model, sequences))
+            for parameter, value in zip(parameters, kept, strict=True):
+                parameter.copy_(value)
+    return moved
+
+
+def _load_as(folder: str, config: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def _score(model: Any, sequences: list[list[int]]) -> list[Any]:
+    """The log-probabilities of the whole vocabulary at each position of each sequence."""
+    import torch
+
+    with torch.inference_mode():
+        return [
+            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double().log_softmax(-1)
+            for ids in sequences
+        ]
+
+
+def _farthest(one: list[Any], other: list[Any]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,38 @@
+"""What tests ask of a live model. These run in the engine's process, so they are importable and return plain values."""
+
+from typing import Any
+
+_largest = 0
+
+
+def watch_tokens(model: Any) -> None:
+    """From now on remember the largest number of tokens that one forward was given."""
+    model.register_forward_pre_hook(_note_tokens, with_kwargs=True)
+
+
+def _note_tokens(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    global _largest
+    positions = kwargs["positions"] if "positions" in kwargs else args[1]
+    _largest = max(_largest, positions.shape[-1])
+
+
+def largest_forward(_model: Any) -> int:
+    """The largest number of tokens that one forward was given since ``watch_tokens``."""
+    return _largest
+
+
+def compiled_graphs(_model: Any) -> int:
+    """How many graphs Dynamo has captured in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def parameter_count(model: Any) -> int:
+    """How many numbers this rank's parameters hold."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_class(model: Any) -> str:
+    """The full name of the class that serves."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"
