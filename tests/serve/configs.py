@@ -91,8 +91,8 @@ _t.main("llama", head_dim=64, rope_parameters=LLAMA3_ROPE, rms_norm_eps=0.05,
         shows={"rope_parameters": _rope(5e4), "rms_norm_eps": 1e-6})
 _t.variant("llama-bias", attention_bias=True, mlp_bias=True)
 _t.variant("llama-tied", tie_word_embeddings=True, num_key_value_heads=4)
-_t.variant("llama-gelu", hidden_act="gelu")
-_t.variant("llama-gelutanh", hidden_act="gelu_pytorch_tanh", shows={"hidden_act": "silu"})
+_t.variant("llama-gelu", hidden_act="gelu", shows={"hidden_act": "gelu_pytorch_tanh"})
+_t.variant("llama-gelutanh", hidden_act="gelu_pytorch_tanh", shows={"hidden_act": "gelu"})
 _t.variant("llama-relu", hidden_act="relu")
 _t.variant("llama-yarn", rope_parameters=YARN_ROPE, shows={"rope_parameters": _rope(1e4)})
 _t.variant("llama-linear", rope_parameters=_rope() | {"rope_type": "linear", "factor": 4.0},
@@ -101,14 +101,14 @@ _t.variant("llama-dynamic", rope_parameters=_rope() | {"rope_type": "dynamic", "
 _t.main("mistral", head_dim=64, sliding_window=WINDOW, rope_parameters=_rope(), shows={"sliding_window": None})
 _t.variant("mistral-full", sliding_window=None, tie_word_embeddings=True)
 _t.main("qwen2", num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2,
-        rope_parameters=_rope(), shows={"use_sliding_window": False})
+        rope_parameters=_rope(), shows={"layer_types": [F] * 4})
 _t.variant("qwen2-full", use_sliding_window=False, layer_types=[F] * 4, tie_word_embeddings=True)
 _t.main("qwen3", head_dim=64, rope_parameters=YARN_ROPE, rms_norm_eps=1e-3, shows={"rope_parameters": _rope(1e4)})
 _t.variant("qwen3-bias", attention_bias=True, tie_word_embeddings=True)
 _t.variant("qwen3-sliding", num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED,
-           shows={"use_sliding_window": False, "layer_types": [F] * 4})
+           shows={"layer_types": [F] * 4})
 _t.main("gemma", head_dim=64, num_key_value_heads=1, rope_parameters=_rope(), hidden_act="gelu_pytorch_tanh",
-        shows={"hidden_act": "relu"})
+        shows={"hidden_act": "gelu"})
 _t.variant("gemma-gqa", num_key_value_heads=2, attention_bias=True)
 _t.main("gemma2", head_dim=64, num_hidden_layers=4, layer_types=MIXED, sliding_window=WINDOW, rope_parameters=_rope(),
         query_pre_attn_scalar=24, attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
@@ -125,7 +125,7 @@ _t.variant("gemma3_text-nocap", final_logit_softcapping=None, attention_bias=Tru
 _PHI_ROPE = _rope(partial_rotary_factor=0.5)
 _PHI_DROP = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 _t.main("phi", rope_parameters=_PHI_ROPE, hidden_act="gelu_new", hidden_size=256, **_PHI_DROP,
-        shows={"rope_parameters": _rope(partial_rotary_factor=1.0), "hidden_act": "relu"})
+        shows={"rope_parameters": _rope(partial_rotary_factor=1.0), "hidden_act": "gelu"})
 _t.variant("phi-qknorm", qk_layernorm=True)
 _t.main("phi3", rope_parameters=_rope(partial_rotary_factor=0.75), hidden_size=256, sliding_window=WINDOW, **_PHI_DROP,
         original_max_position_embeddings=MAX_LEN,
@@ -168,7 +168,8 @@ _t.main("starcoder2", sliding_window=WINDOW, rope_parameters=_rope(), use_bias=T
         embedding_dropout=0.1, norm_epsilon=1e-2, shows={"sliding_window": None, "norm_epsilon": 1e-5})
 _t.variant("starcoder2-full", sliding_window=None, use_bias=False, tie_word_embeddings=False)
 _t.main("gpt_neox", num_key_value_heads=..., rope_parameters=_STABLE_ROPE, hidden_size=256, hidden_dropout=0.1,
-        hidden_act="gelu", shows={"rope_parameters": _rope(partial_rotary_factor=1.0), "use_parallel_residual": False})
+        hidden_act="gelu", shows={"rope_parameters": _rope(partial_rotary_factor=1.0), "use_parallel_residual": False,
+               "hidden_act": "gelu_new"})
 _t.variant("gpt_neox-sequential", use_parallel_residual=False)
 _t.variant("gpt_neox-nobias", attention_bias=False, hidden_act="gelu_fast", tie_word_embeddings=True)
 _t.main("opt", num_key_value_heads=..., intermediate_size=..., ffn_dim=192, activation_function="relu", dropout=0.1)
@@ -178,7 +179,7 @@ _t.variant("opt-nobias", enable_bias=False, layer_norm_elementwise_affine=False,
 _t.variant("opt-nofinalnorm", _remove_final_layer_norm=True, tie_word_embeddings=False)
 _t.main("smollm3", num_hidden_layers=4, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=WINDOW,
         attention_bias=True, mlp_bias=True, rope_parameters=_rope(),
-        shows={"no_rope_layers": [1] * 4, "use_sliding_window": False})
+        shows={"no_rope_layers": [1] * 4, "layer_types": [F] * 4})
 _t.variant("smollm3-full", use_sliding_window=False, sliding_window=None, layer_types=[F] * 4, attention_bias=False,
            mlp_bias=False, tie_word_embeddings=False)
 _t.main("nemotron", head_dim=64, rope_parameters=_PHI_ROPE, attention_bias=True, mlp_bias=True, norm_eps=1e-2,
@@ -207,8 +208,7 @@ _t.main("ministral", head_dim=64, num_hidden_layers=4, layer_types=MIXED, slidin
         rope_parameters=_rope(), shows={"layer_types": [F] * 4, "sliding_window": 2 * WINDOW})
 _t.variant("ministral-onewindow", layer_types=[S] * 4, tie_word_embeddings=True)
 _t.main("biogpt", num_key_value_heads=..., attention_dropout=..., hidden_dropout_prob=0.1, layerdrop=0.1,
-        activation_dropout=0.1, scale_embedding=True, layer_norm_eps=1e-2,
-        shows={"scale_embedding": False, "layer_norm_eps": 1e-12})
+        activation_dropout=0.1, scale_embedding=True, shows={"scale_embedding": False})
 _t.variant("biogpt-noscale", scale_embedding=False, hidden_act="relu", tie_word_embeddings=False)
 _t.main("persimmon", num_key_value_heads=..., rope_parameters=_PHI_ROPE, hidden_dropout=0.1, qk_layernorm=True,
         shows={"rope_parameters": _rope(partial_rotary_factor=1.0), "hidden_act": "relu"})
@@ -216,7 +216,7 @@ _t.variant("persimmon-noqknorm", qk_layernorm=False, tie_word_embeddings=True)
 _t.main("gpt_bigcode", hidden_size=..., num_hidden_layers=..., num_attention_heads=..., num_key_value_heads=...,
         intermediate_size=..., max_position_embeddings=..., attention_dropout=..., n_positions=MAX_LEN, n_embd=128,
         n_layer=2, n_head=4, n_inner=192, multi_query=True, activation_function="gelu_pytorch_tanh",
-        shows={"scale_attn_weights": False, "activation_function": "relu"})
+        shows={"scale_attn_weights": False, "activation_function": "gelu"})
 _t.variant("gpt_bigcode-mha", multi_query=False)
 _t.variant("gpt_bigcode-noscale", scale_attn_weights=False, activation_function="gelu")
 _t.main("vaultgemma", head_dim=64, num_hidden_layers=4, layer_types=MIXED, sliding_window=WINDOW,
