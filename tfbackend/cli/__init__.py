@@ -9,7 +9,7 @@ import typer
 import typer.core
 
 import tfbackend
-from tfbackend.cli.serve import SERVE_HELP, PassThroughCommand, serve
+from tfbackend.cli.serve import SERVE_HELP, PassThroughCommand, serve_command
 from tfbackend.errors import TfbackendError
 
 
@@ -31,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(name="serve", cls=PassThroughCommand, add_help_option=False, help=SERVE_HELP)(serve)
+app.command(name="serve", cls=PassThroughCommand, add_help_option=False, help=SERVE_HELP)(serve_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -34,7 +34,7 @@ class PassThroughCommand(typer.core.TyperCommand):
         return []
 
 
-def serve(ctx: typer.Context) -> None:
+def serve_command(ctx: typer.Context) -> None:
     """The typer command: see `run`."""
     run(ctx.args)
 
@@ -121,7 +121,10 @@ def check_local_model(model: str, hf_config_path: str | None = None) -> None:
 
 
 def _is_written_as_path(model: str) -> bool:
-    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or model.endswith("/")
+    if "://" in model or model.endswith(".gguf"):
+        return False
+    # A hub's repository is called NAME or OWNER/NAME, so more slashes can only be a path.
+    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or model.count("/") > 1
 
 
 def _first_names(folder: Path, limit: int = 5) -> str:

@@ -1,0 +1,28 @@
+# make demo    serve a small chat model on this machine's CPU, ask it a question, show what was rewritten
+# make test    run the tests
+# Both make .venv and what else they need, once.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+CHECKPOINT := .cache/smollm2-135m-instruct
+
+.PHONY: setup checkpoint demo test check bench
+
+setup:
+	@$(PYTHON) scripts/setup.py
+
+checkpoint: setup
+	@$(PY) scripts/make_checkpoint.py $(CHECKPOINT)
+
+demo: checkpoint
+	@$(PY) scripts/demo.py
+
+test: checkpoint
+	$(PY) -m pytest
+
+check: setup
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+bench: checkpoint
+	$(PY) bench/cpu.py
