@@ -108,7 +108,7 @@ _t.variant("qwen3-bias", attention_bias=True, tie_word_embeddings=True)
 _t.variant("qwen3-sliding", num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED,
            shows={"layer_types": [F] * 4})
 _t.main("gemma", head_dim=64, num_key_value_heads=1, rope_parameters=_rope(), hidden_act="gelu_pytorch_tanh",
-        shows={"hidden_act": "gelu"})
+        shows={"hidden_act": "silu"})
 _t.variant("gemma-gqa", num_key_value_heads=2, attention_bias=True)
 _t.main("gemma2", head_dim=64, num_hidden_layers=4, layer_types=MIXED, sliding_window=WINDOW, rope_parameters=_rope(),
         query_pre_attn_scalar=24, attn_logit_softcapping=2.0, final_logit_softcapping=3.0,

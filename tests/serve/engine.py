@@ -12,7 +12,11 @@ from tests.serve.probes import model_class
 from tests.serve.tiny import VARIANTS, make_prompts
 from tests.serve.warm import Outcome, WarmProcess
 
+# The class that must have served: a plugin that did not load leaves vLLM's own backend, which would pass most tests.
+OURS = "tfbackend.models.TransformersForCausalLM"
+
 MAX_TOKENS = 12
+
 ENGINE_TIMEOUT = 240.0
 
 # The slow imports of an engine start. None of them loads plugins or a model class.

@@ -12,6 +12,9 @@ from tests.serve.oracle import Answer
 
 MARGIN = 2e-3
 LOGPROB = 5e-3
+# Two float32 runs of one computation agree within 2e-5. Here is room for ten times that, and no more: a GELU taken for
+# its tanh form moves the log-probabilities of a tiny model by about 1e-3, which the rule alone would let pass.
+SAME_COMPUTATION = 2e-4
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,18 @@ class Verdict:
         return f"{head} ({self.compared} tokens, log-probabilities within {self.worst_logprob:.1e}){tail}"
 
 
-def judge(expected: Sequence[Answer], tokens: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Verdict:
+def judge(
+    expected: Sequence[Answer],
+    tokens: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    within: float = LOGPROB,
+) -> Verdict:
     """Compare an engine's greedy tokens and their log-probabilities with the oracle's."""
     compared, worst, faults = 0, 0.0, []
     if not len(expected) == len(tokens) == len(logprobs):
         return Verdict(False, 0, 0.0, f"{len(expected)} answers expected, {len(tokens)} came")
     for index, answer in enumerate(expected):
-        count, difference, fault = _judge_one(answer, tokens[index], logprobs[index])
+        count, difference, fault = _judge_one(answer, tokens[index], logprobs[index], within)
         compared, worst = compared + count, max(worst, difference)
         if fault:
             faults.append(f"prompt {index}, {fault}")
@@ -44,7 +52,9 @@ def judge(expected: Sequence[Answer], tokens: Sequence[Sequence[int]], logprobs:
     return Verdict(not faults, compared, worst, faults[0] if faults else "")
 
 
-def _judge_one(answer: Answer, tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[int, float, str]:
+def _judge_one(
+    answer: Answer, tokens: Sequence[int], logprobs: Sequence[float], within: float
+) -> tuple[int, float, str]:
     """Compare one prompt: tokens compared, worst difference, and the first fault or ''."""
     worst, fault, step = 0.0, "", 0
     if not len(answer.tokens) == len(tokens) == len(logprobs):
@@ -56,7 +66,7 @@ def _judge_one(answer: Answer, tokens: Sequence[int], logprobs: Sequence[float])
             lead = answer.margins[step]
             return step, worst, fault or f"step {step}: token {got}, Transformers says {want} by {lead:.3f} logits"
         difference = abs(answer.logprobs[step] - logprobs[step])
-        if not difference <= LOGPROB and not fault:  # "not <=": a NaN must fail
+        if not difference <= within and not fault:  # "not <=": a NaN must fail
             fault = (
                 f"step {step}: log-probability of token {got} is {logprobs[step]:.4f}, "
                 f"Transformers says {answer.logprobs[step]:.4f}"

@@ -59,31 +59,29 @@ def make_and_ask(variant: Variant, folder: str, prompts: list[list[int]], max_to
     return ask(folder, prompts, max_tokens)
 
 
-def sensitivities(variant: Variant, folder: str, sequences: list[list[int]]) -> dict[str, float]:
-    """For each field of ``variant.shows``: how far a log-probability moves at most when it takes its trivial value.
+def sensitivities(variant: Variant, folder: str, prompts: list[list[int]], answers: list[Answer]) -> dict[str, float]:
+    """For each field of ``variant.shows``: how far the answers' log-probabilities move when it takes its trivial value.
 
     The weights are the checkpoint's; only what is computed with them changes.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    reference = _score(_load_as(folder, config), sequences)
     moved = {}
     for name, trivial in variant.shows.items():
         other = type(config).from_dict(config.to_dict() | {name: trivial})
-        moved[name] = _farthest(reference, _score(_load_as(folder, other), sequences))
+        moved[name] = _farthest(_load_as(folder, other), prompts, answers)
     return moved
 
 
-def dropped_vectors(folder: str, sequences: list[list[int]]) -> dict[str, float]:
-    """For each kind of one-dimensional parameter: how far a log-probability moves at most when all of it are reset.
+def dropped_vectors(folder: str, prompts: list[list[int]], answers: list[Answer]) -> dict[str, float]:
+    """For each kind of one-dimensional parameter: how far the answers' log-probabilities move when all of it are reset.
 
     Biases are reset to zero; a norm weight to the whole number it was drawn around.
     """
     import torch
 
     model = load(Path(folder))
-    reference = _score(model, sequences)
     kinds: dict[str, list[Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -94,7 +92,7 @@ def dropped_vectors(folder: str, sequences: list[list[int]]) -> dict[str, float]
         with torch.no_grad():
             for parameter in parameters:
                 parameter.fill_(0.0 if kind.endswith("bias") else parameter.mean().round().item())
-            moved[kind] = _farthest(reference, _score(model, sequences))
+            moved[kind] = _farthest(model, prompts, answers)
             for parameter, value in zip(parameters, kept, strict=True):
                 parameter.copy_(value)
     return moved
@@ -110,16 +108,15 @@ def _load_as(folder: str, config: Any) -> Any:
     return model.eval()
 
 
-def _score(model: Any, sequences: list[list[int]]) -> list[Any]:
-    """The log-probabilities of the whole vocabulary at each position of each sequence."""
+def _farthest(model: Any, prompts: list[list[int]], answers: list[Answer]) -> float:
+    """How far, at most, the model puts the log-probability of a token of the answers from where the answers put it."""
     import torch
 
-    with torch.inference_mode():
-        return [
-            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double().log_softmax(-1)
-            for ids in sequences
-        ]
-
-
-def _farthest(one: list[Any], other: list[Any]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+    worst = 0.0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + list(answer.tokens)])
+        with torch.inference_mode():
+            logprobs = model(input_ids=ids, use_cache=False).logits[0].double().log_softmax(-1)
+        said = logprobs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        worst = max(worst, float((said - torch.tensor(answer.logprobs).double()).abs().max()))
+    return worst

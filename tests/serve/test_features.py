@@ -3,7 +3,7 @@
 import pytest
 
 from tests.serve import probes
-from tests.serve.engine import Harness, Request, Served
+from tests.serve.engine import OURS, Harness, Request, Served
 from tests.serve.judge import judge
 from tests.serve.tiny import make_prompts
 
@@ -20,7 +20,7 @@ def _serve(harness: Harness, name: str, *batches: Prompts, **options: object) ->
     outcome = harness.serve(Request(harness.checkpoint(name), frozen, **options))
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     served = outcome.value
-    assert set(served.model_class) == {"tfbackend.models.TransformersForCausalLM"}
+    assert set(served.model_class) == {OURS}
     for answers, batch in zip(expected, served.batches, strict=True):
         verdict = judge(answers, batch.tokens, batch.logprobs)
         assert verdict.equal, verdict

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.serve.engine import Harness
+from tests.serve.engine import OURS, Harness
 from tests.serve.remeasure import INTREE
 from tests.serve.tiny import VARIANTS
 
@@ -34,7 +34,7 @@ def test_at_least_as_many_as_the_rival(harness: Harness, name: str) -> None:
     harness.expected(name)
     outcome = harness.serve(harness.plain_request(name))
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
-    assert outcome.value.model_class == ["tfbackend.models.TransformersForCausalLM"]
+    assert outcome.value.model_class == [OURS]
     ours, theirs = outcome.value.inspected[0], rival["sites"]
     fewer = {kind: (n, _by_kind(theirs)[kind]) for kind, n in _by_kind(ours).items() if n < _by_kind(theirs)[kind]}
     assert not fewer, f"(ours, the rival's): {fewer}"

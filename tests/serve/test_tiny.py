@@ -6,7 +6,7 @@ import pytest
 
 from tests.serve.configs import VARIANTS, WINDOW
 from tests.serve.engine import Harness
-from tests.serve.judge import LOGPROB, MARGIN
+from tests.serve.judge import MARGIN, SAME_COMPUTATION
 from tests.serve.oracle import dropped_vectors, sensitivities
 from tests.serve.tiny import make_checkpoint, make_prompts, with_fields
 
@@ -19,10 +19,10 @@ def test_dropping_anything_would_show(harness: Harness, name: str) -> None:
     answers = harness.expected(name)
     prompts = make_prompts()
     folder = harness.checkpoint(name)
-    moved = harness.ask_oracle(sensitivities, VARIANTS[name], folder, prompts)
-    moved |= harness.ask_oracle(dropped_vectors, folder, prompts)
+    moved = harness.ask_oracle(sensitivities, VARIANTS[name], folder, prompts, answers)
+    moved |= harness.ask_oracle(dropped_vectors, folder, prompts, answers)
     unseen = UNSEEN_KEY_BIASES.get(VARIANTS[name].model_type, "none")
-    hidden = {what: by for what, by in moved.items() if by < 4 * LOGPROB and not what.endswith(unseen)}
+    hidden = {what: by for what, by in moved.items() if by < 1.5 * SAME_COMPUTATION and not what.endswith(unseen)}
     assert not hidden
     ties = sum(margin < MARGIN for answer in answers for margin in answer.margins)
     assert ties <= 3
