@@ -101,9 +101,7 @@ class DropRules:
         # A rotary table sat in a module of its own that may be gone: its parent must be there. A mask sat in the
         # attention module itself. A layer that the model does not have makes neither true.
         parent = candidate.rpartition(".")[0]
-        return parent in self._modules or (
-            parent.endswith("rotary_emb") and parent.rpartition(".")[0] in self._modules
-        )
+        return parent in self._modules or (parent.endswith("rotary_emb") and parent.rpartition(".")[0] in self._modules)
 
 
 def drop(rule: str, ndims: tuple[int, ...] = ()) -> Dropped:

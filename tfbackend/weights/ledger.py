@@ -148,7 +148,7 @@ class Ledger:
         lines = []
         for gap in gaps[:_SHOWN]:
             near = nearest(gap.wanted[0], loose) or nearest(gap.wanted[0], all_names) if gap.wanted else ()
-            absent = f"the checkpoint lacks {_shortened(gap.wanted)}" if gap.wanted else "no checkpoint name leads there"
+            absent = f"the checkpoint lacks {_shortened(gap.wanted)}" if gap.wanted else "no tensor has this place"
             lines.append(f"{gap.place}: {absent}" + (f"; nearest: {', '.join(near)}" if near else ""))
         found = f"{len(self._sources)} other tensors with a place"
         if loose:
