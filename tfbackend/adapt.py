@@ -1,0 +1,72 @@
+"""Between vLLM's configuration and ours: VllmConfig -> ServingSpec and BuildContext, weight places -> WeightsMapper."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from vllm import envs
+from vllm.config import CompilationMode, VllmConfig
+from vllm.model_executor.models.utils import WeightsMapper
+
+from tfbackend.layers.context import BuildContext
+from tfbackend.plan import Plan
+from tfbackend.serving import ServingSpec
+
+
+def serving_spec(config: VllmConfig) -> ServingSpec:
+    """The planner's view of the engine."""
+    model, parallel = config.model_config, config.parallel_config
+    return ServingSpec(
+        dtype=model.dtype,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        ep=parallel.enable_expert_parallel,
+        quantization=model.quantization,
+        max_model_len=model.max_model_len,
+        device=config.device_config.device_type,
+        compiled=config.compilation_config.mode != CompilationMode.NONE,
+    )
+
+
+def build_context(config: VllmConfig) -> BuildContext:
+    """What builders of layers take from the engine."""
+    return BuildContext(
+        dtype=config.model_config.dtype,
+        device=torch.device(config.load_config.device or config.device_config.device),
+        quant_config=config.quant_config,
+        cache_config=config.cache_config,
+        tp_size=config.parallel_config.tensor_parallel_size,
+    )
+
+
+def cache_directory() -> Path:
+    """Where proofs, generated forwards and reports are kept: TFBACKEND_CACHE, or a folder in vLLM's cache."""
+    return Path(os.environ.get("TFBACKEND_CACHE") or Path(envs.VLLM_CACHE_ROOT) / "tfbackend")
+
+
+def weights_mapper(plan: Plan) -> WeightsMapper:
+    """The plan's places in the form that quantization configs, LoRA and bitsandbytes read."""
+    prefixes: dict[str, str | None] = {}
+    if plan.base_path != "model":
+        prefixes[f"{plan.base_path}." if plan.base_path else ""] = "model."
+    if plan.head_path and plan.head_path != "lm_head":
+        prefixes[f"{plan.head_path}."] = "lm_head."
+    stacked = {
+        f".{entry.source}.": (f".{entry.target}.", entry.shard)
+        for rewrite in plan.rewrites
+        for entry in rewrite.weights
+        if entry.shard is not None
+    }
+    return WeightsMapper(orig_to_new_prefix=prefixes, orig_to_new_stacked=stacked)
+
+
+def packed_modules(plan: Plan) -> dict[str, list[str]]:
+    """Merged child -> the children it was merged from, in order."""
+    packed: dict[str, list[str]] = {}
+    for rewrite in plan.rewrites:
+        for entry in rewrite.weights:
+            if entry.shard is not None and entry.source not in packed.setdefault(entry.target, []):
+                packed[entry.target].append(entry.source)
+    return packed

@@ -1,0 +1,105 @@
+"""Stage 5: a Plan becomes live modules. Takes no decision; what it does is written in the Plan."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tfbackend.fusers.base import Rewrite
+from tfbackend.layers.build import build_layer, local_sizes
+from tfbackend.layers.context import BuildContext
+from tfbackend.layerspecs import FixedRopeSpec, LayerSpec
+from tfbackend.plan import Plan
+from tfbackend.source.forward import SourceError, forward_source, generate_class
+
+
+def apply_plan(plan: Plan, base: PreTrainedModel, prefix: str, context: BuildContext, directory: Path) -> PreTrainedModel:
+    """Put the plan's layers into `base` and give edited classes to its sites.
+
+    Args:
+        base: the base model on meta; changed in place.
+        prefix: path of the base model in the served tree.
+        directory: where generated forwards are written.
+
+    Returns:
+        `base`, with every parameter on the context's device.
+    """
+    for path, rewrites in plan.by_site.items():
+        _apply_site(base, path, rewrites, f"{prefix}.{path}", context)
+        if path in plan.forwards:
+            site = base.get_submodule(path)
+            site.__class__ = generate_class(type(site), plan.forwards[path], directory)
+    _bare_forwards(base, directory)
+    materialise(base, context)
+    return base
+
+
+def _apply_site(base: nn.Module, path: str, rewrites: tuple[Rewrite, ...], prefix: str, context: BuildContext) -> None:
+    parent_path, _, name = path.rpartition(".")
+    parent, site = base.get_submodule(parent_path), base.get_submodule(path)
+    for rewrite in rewrites:
+        if isinstance(rewrite.layer, FixedRopeSpec):
+            _fix_rope(site, rewrite.layer)
+        elif rewrite.layer is not None:
+            setattr(parent, name, build_layer(rewrite.layer, prefix, context, site))
+        for child in rewrite.removes:
+            delattr(site, child)
+        specs: dict[str, LayerSpec] = dict(rewrite.children)
+        for child, spec in specs.items():
+            site.add_module(child, build_layer(spec, f"{prefix}.{child}", context, site))
+        for key, value in rewrite.attributes:
+            merged = specs.get(key.removesuffix("_sizes"))
+            setattr(site, key, local_sizes(merged, context.tp_size) if merged is not None else value)
+
+
+def _fix_rope(module: nn.Module, spec: FixedRopeSpec) -> None:
+    """Let the module rescale to the longest context once, then take the rescaling away."""
+    with torch.no_grad():
+        last = torch.tensor([[spec.max_len - 1]])
+        module(torch.zeros(1, 1, 1), last)
+    bare = inspect.unwrap(type(module).forward)
+    module.__class__ = type(type(module).__name__, (type(module),), {"forward": bare, "__module__": __name__})
+
+
+def _bare_forwards(base: PreTrainedModel, directory: Path) -> None:
+    """Strip the decorators from the forwards of whole models.
+
+    They fill in defaults that the engine passes anyway and record outputs that it does not ask for; being closures, they
+    keep a compiled model from being saved.
+    """
+    for module in base.modules():
+        if not isinstance(module, PreTrainedModel) or not hasattr(type(module).forward, "__wrapped__"):
+            continue
+        try:
+            source = forward_source(type(module))
+        except SourceError:
+            continue
+        module.__class__ = generate_class(type(module), source.text, directory)
+
+
+def materialise(base: nn.Module, context: BuildContext) -> None:
+    """Give a place in memory to every parameter that no vLLM layer made; buffers are real and only move."""
+    wide = _kept_in_float32(base, context.dtype)
+    for path, module in base.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            full = f"{path}.{name}"
+            dtype = torch.float32 if any(part in full for part in wide) else parameter.dtype
+            data = torch.empty(parameter.shape, dtype=dtype, device=context.device)
+            module._parameters[name] = nn.Parameter(data, requires_grad=False)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.device != context.device:
+                module._buffers[name] = buffer.to(context.device)
+
+
+def _kept_in_float32(base: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
+    """Fragments of the names of parameters that Transformers keeps in float32 whatever the model's dtype."""
+    kept = set(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(base, "_keep_in_fp32_modules", None) or ())
+    return tuple(kept)

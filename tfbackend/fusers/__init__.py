@@ -1,0 +1,26 @@
+"""The ordered tuple of fusers. Order matters in one way: a fuser is told which children the ones before it claimed."""
+
+from __future__ import annotations
+
+from tfbackend.fusers.attention import AttentionFuser
+from tfbackend.fusers.base import Fuser
+from tfbackend.fusers.embedding import EmbeddingFuser
+from tfbackend.fusers.fixed_rope import FixedRopeFuser
+from tfbackend.fusers.glu import GLUFuser
+from tfbackend.fusers.linear import LinearFuser
+from tfbackend.fusers.merged_column import MergedColumnFuser
+from tfbackend.fusers.norm import NormFuser
+from tfbackend.fusers.packed_qkv import PackedQKVFuser
+from tfbackend.fusers.qkv import QKVFuser
+
+FUSERS: tuple[Fuser, ...] = (
+    AttentionFuser(),
+    QKVFuser(),
+    PackedQKVFuser(),
+    GLUFuser(),
+    MergedColumnFuser(),
+    FixedRopeFuser(),
+    NormFuser(),
+    EmbeddingFuser(),
+    LinearFuser(),
+)

@@ -1,0 +1,100 @@
+"""Attention that goes through Transformers' attention interface -> an attention layer over the KV cache.
+
+    attention_interface(self, q, k, v, mask, scaling=self.scaling, softcap=..., s_aux=self.sinks)
+
+The forward stays as it is: the interface calls `self.attn`. Heads, scale, soft cap and sinks are read from the call that
+the model makes; the window is read from what the mask hides. A keyword that changes the result and has no place in
+AttentionSpec is a Miss.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tfbackend.fusers.base import Match, Miss, Rewrite, Site
+from tfbackend.graph.observe import AttentionCall
+from tfbackend.layerspecs import AttentionSpec
+
+_HARMLESS = frozenset(
+    "position_ids cache_position use_cache output_attentions output_hidden_states return_dict past_key_values "
+    "past_key_value logits_to_keep position_embeddings sliding_window deterministic input_ids cu_seq_lens_q "
+    "cu_seq_lens_k max_length_q max_length_k num_items_in_batch".split()
+)
+"""Keywords that Transformers' own eager attention ignores. The window counts only through the mask, there as here."""
+
+
+class AttentionFuser:
+    name: ClassVar[str] = "attention"
+
+    def match(self, site: Site) -> Match | Miss:
+        calls = site.observation.attention.get(site.qualname, [])
+        if not calls:
+            return Miss(self.name, site.qualname, "does not call the attention interface", near=False)
+        return Match({}, claims=frozenset({"attn"}))
+
+    def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
+        calls = site.observation.attention[site.qualname]
+        problem = self._problem(site, calls)
+        if problem:
+            return Miss(self.name, site.qualname, problem, site.place())
+        call = calls[0]
+        sinks = call.keywords.get("s_aux")
+        scale = call.keywords.get("scaling")
+        spec = AttentionSpec(
+            num_heads=call.query[1],
+            num_kv_heads=call.key[1],
+            head_dim=call.query[3],
+            v_head_dim=call.value[3],
+            scale=float(scale) if scale is not None else call.query[3] ** -0.5,
+            window=call.mask.window if call.mask else None,
+            soft_cap=call.keywords.get("softcap"),
+            sinks=_own_name(site.module, sinks) if sinks is not None else None,
+        )
+        return Rewrite(
+            qualname=site.qualname,
+            fuser=self.name,
+            summary=str(spec),
+            children=(("attn", spec),),
+            claims=match.claims,
+        )
+
+    def _problem(self, site: Site, calls: list[AttentionCall]) -> str:
+        if len(calls) != 1:
+            return f"calls the attention interface {len(calls)} times in one forward"
+        if "attn" in dict(site.module.named_children()):
+            return "already has a child called attn"
+        call = calls[0]
+        if call.mask is None:
+            return call.mask_problem
+        if call.query[0] != 1 or call.key[2] != call.query[2]:
+            return f"query {tuple(call.query)} and key {tuple(call.key)} are not of the same tokens"
+        if call.value[3] != call.query[3]:
+            return f"value heads are {call.value[3]} wide and query heads {call.query[3]}"
+        if call.query[1] % call.key[1]:
+            return f"{call.query[1]} query heads do not divide into {call.key[1]} KV heads"
+        for key, value in call.keywords.items():
+            if problem := _keyword_problem(site.module, key, value):
+                return problem
+        return ""
+
+
+def _keyword_problem(module: nn.Module, key: str, value: Any) -> str:
+    if value is None or key in _HARMLESS:
+        return ""
+    if key in ("scaling", "softcap"):
+        return "" if isinstance(value, (int, float)) else f"{key} is a {type(value).__name__}, not a number"
+    if key == "dropout":
+        return "" if value == 0.0 else f"dropout {value} in evaluation"
+    if key == "is_causal":
+        return "" if value is True else "is_causal is not True"
+    if key == "s_aux":
+        known = isinstance(value, torch.Tensor) and _own_name(module, value)
+        return "" if known else "its attention sinks are no parameter of the module"
+    return f"the keyword {key} would be dropped"
+
+
+def _own_name(module: nn.Module, tensor: Any) -> str | None:
+    return next((name for name, p in module.named_parameters(recurse=False) if p is tensor), None)

@@ -1,0 +1,238 @@
+"""torch.fx graphs of a single module's forward, recorded over meta values.
+
+The forward runs for real, on meta tensors and with the arguments that the model was seen to pass; a torch function mode
+notes every operation and children are leaves. Control flow therefore takes the branches the engine will take. Each node
+keeps its meta value in `node.meta["val"]` and the exact span of the expression that made it in `node.meta["span"]`,
+which is what ties a graph to an edit of its source.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tfbackend.graph.observe import answering, buffers_on_meta, call_on_meta
+
+Span = tuple[int, int, int, int]
+"""(first line, first column, last line, last column) in the file, lines from 1, columns in bytes from 0."""
+
+TRACE_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded forward.
+
+    Attributes:
+        graph: the operations; `call_module` targets are child paths relative to the traced module.
+        complete: whether the forward reached its return. Absence may be read only from a complete graph.
+        ended: where and why it did not.
+        attention: nodes that are calls of the attention interface.
+        mutations: nodes that wrote into a tensor in place.
+        output: what the forward returned, tensors replaced by their nodes.
+    """
+
+    graph: fx.Graph
+    complete: bool
+    ended: str
+    attention: tuple[fx.Node, ...] = ()
+    mutations: tuple[fx.Node, ...] = ()
+    output: Any = None
+
+    def calls(self, path: str) -> list[fx.Node]:
+        """Nodes that call the child at `path`."""
+        return [n for n in self.graph.nodes if n.op == "call_module" and n.target == path]
+
+
+def attention_call(*args: Any, **kwargs: Any) -> Any:
+    """Target of the node that stands for a call of the attention interface; never run."""
+    raise AssertionError("a marker, not a function")
+
+
+def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+    """Record `module`'s forward over the given meta arguments. Never raises for what the module does: it ends early."""
+    recorder = _Recorder(module)
+    forward = inspect.unwrap(type(module).forward)
+    complete, ended, output = False, "", None
+    with torch.no_grad(), buffers_on_meta(module), recorder.listening(forward.__code__):
+        try:
+            output = forward(module, *args, **kwargs)
+            complete = True
+        except TRACE_ERRORS as error:
+            ended = f"{_place_of(error, forward.__code__)}: {type(error).__name__}: {error}"
+    graph = recorder.graph
+    nodes = tree_map(lambda x: recorder.node_of(x) if isinstance(x, torch.Tensor) else x, output)
+    if complete:
+        first = nodes if isinstance(nodes, (fx.Node, tuple, list, dict)) else None
+        graph.output(first)
+    return Trace(graph, complete, ended, tuple(recorder.attention), tuple(recorder.mutations), nodes)
+
+
+def _place_of(error: BaseException, code: CodeType) -> str:
+    traceback, line = error.__traceback__, code.co_firstlineno
+    while traceback is not None:
+        if traceback.tb_frame.f_code is code:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return f"{code.co_filename}:{line}"
+
+
+@dataclass
+class _Recorder:
+    module: nn.Module
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    attention: list[fx.Node] = field(default_factory=list)
+    mutations: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.active = False
+        self.known: dict[int, tuple[torch.Tensor, fx.Node]] = {}
+        self.paths = {id(child): path for path, child in self.module.named_modules() if path}
+        self.state: dict[int, str] = {}
+        self.code: CodeType | None = None
+
+    @contextmanager
+    def listening(self, code: CodeType) -> Iterator[None]:
+        state = [*self.module.named_parameters(), *self.module.named_buffers()]
+        self.state = {id(tensor): name for name, tensor in state}
+        self.code, self.active = code, True
+        with _patched_calls(self), answering(self.on_attention), _Mode(self):
+            yield
+        self.active = False
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        if (entry := self.known.get(id(tensor))) is not None:
+            return entry[1]
+        name = self.state.get(id(tensor))
+        if name is not None:
+            node = self.graph.create_node("get_attr", name)
+        else:
+            node = self.graph.create_node("placeholder", f"input_{len(self.known)}")
+        return self.keep(tensor, node)
+
+    def keep(self, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
+        node.meta["val"] = tensor
+        self.known[id(tensor)] = (tensor, node)
+        return node
+
+    def as_nodes(self, value: Any) -> Any:
+        def convert(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return self.node_of(x)
+            if isinstance(x, torch.Size):
+                return tuple(x)
+            if isinstance(x, slice):
+                return slice(convert(x.start), convert(x.stop), convert(x.step))
+            return x if isinstance(x, fx.node.base_types) or x is None or x is ... else repr(x)
+
+        return tree_map(convert, value)
+
+    def add(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+        node = self.graph.create_node(op, target, tuple(self.as_nodes(args)), dict(self.as_nodes(kwargs)))
+        node.meta["span"] = self.span()
+        if isinstance(result, torch.Tensor):
+            self.keep(result, node)
+        elif result is not None:
+            node.meta["val"] = result
+            for index, item in enumerate(tree_leaves(result)):
+                if isinstance(item, torch.Tensor) and id(item) not in self.known:
+                    picked = self.graph.call_function(_getitem, (node, index))
+                    picked.meta["span"] = node.meta["span"]
+                    self.keep(item, picked)
+        return node
+
+    def span(self) -> Span | None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self.code:
+            frame = frame.f_back
+        if frame is None:
+            return None
+        positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+        line, end_line, column, end_column = positions
+        if line is None or end_line is None or column is None or end_column is None:
+            return None
+        return line, column, end_line, end_column
+
+    def on_attention(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
+        result = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])) if not self.active else None
+        if result is not None:
+            return result
+        self.active = False
+        result = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+        self.active = True
+        node = self.add("call_function", attention_call, (q, k, v), keywords, result)
+        if module is self.module:
+            self.attention.append(node)
+        return result
+
+
+def _getitem(value: Any, index: Any) -> Any:
+    return value[index]
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder, kwargs = self.recorder, kwargs or {}
+        if not recorder.active:
+            return func(*args, **kwargs)
+        recorder.active = False
+        try:
+            before = [recorder.node_of(x) for x in args[:1] if isinstance(x, torch.Tensor)]
+            result = func(*args, **kwargs)
+        finally:
+            recorder.active = True
+        if _is_data(result):
+            mutated = isinstance(result, torch.Tensor) and bool(before) and result is args[0]
+            node = recorder.add("call_function", func, args, kwargs, result)
+            if mutated and not _is_identity(func):
+                recorder.mutations.append(node)
+        elif getattr(func, "__name__", "") in ("__setitem__", "__set__"):
+            recorder.mutations.append(recorder.add("call_function", func, args, kwargs, None))
+        return result
+
+
+def _is_data(result: Any) -> bool:
+    if isinstance(result, torch.Tensor):
+        return True
+    return isinstance(result, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in result)
+
+
+def _is_identity(func: Any) -> bool:
+    return getattr(func, "__name__", "") in ("contiguous", "to", "float", "type_as", "expand", "dropout", "type", "reshape")
+
+
+@contextmanager
+def _patched_calls(recorder: _Recorder) -> Iterator[None]:
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = recorder.paths.get(id(module))
+        if not recorder.active or path is None:
+            return call_on_meta(original, module, args, kwargs)
+        recorder.active = False
+        try:
+            result = call_on_meta(original, module, args, kwargs)
+        finally:
+            recorder.active = True
+        recorder.add("call_module", path, args, kwargs, result)
+        return result
+
+    nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""One builder for each LayerSpec: frozen data becomes a layer of vLLM. No decision is taken here."""

@@ -1,0 +1,135 @@
+"""The table of builders: what is made of each LayerSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import LayerNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from tfbackend.layers.context import BuildContext
+from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
+from tfbackend.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from tfbackend.layerspecs import (
+    COLWISE,
+    COLWISE_GATHER,
+    REPLICATED,
+    ROWWISE,
+    ROWWISE_SPLIT,
+    ActMulSpec,
+    AttentionSpec,
+    EmbeddingSpec,
+    LayerSpec,
+    LinearSpec,
+    MergedLinearSpec,
+    NormSpec,
+    QKVSpec,
+)
+
+
+def build_layer(spec: LayerSpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
+    """The live layer for `spec` at `prefix`, the path that vLLM's quantization and caches know it by.
+
+    `site` is the module it is for; only attention reads from it, its sinks.
+    """
+    builder = _BUILDERS[type(spec)]
+    made: nn.Module = builder(spec, prefix, context, site)
+    return made
+
+
+def _linear(spec: LinearSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    classes: dict[str, tuple[Any, dict[str, Any]]] = {
+        COLWISE: (ColumnParallelLinear, {}),
+        COLWISE_GATHER: (ColumnParallelLinear, {"gather_output": True}),
+        ROWWISE: (RowParallelLinear, {}),
+        ROWWISE_SPLIT: (RowParallelLinear, {"input_is_parallel": False}),
+        REPLICATED: (ReplicatedLinear, {}),
+    }
+    cls, extra = classes[spec.style]
+    made: nn.Module = cls(
+        spec.in_features, spec.out_features, bias=spec.bias, params_dtype=context.dtype,
+        quant_config=context.quant_config, prefix=prefix, return_bias=False, **extra,
+    )
+    return made
+
+
+def _merged(spec: MergedLinearSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return MergedColumnParallelLinear(
+        spec.in_features, list(spec.out_features), bias=spec.bias, params_dtype=context.dtype,
+        quant_config=context.quant_config, prefix=prefix, return_bias=False,
+    )
+
+
+def _qkv(spec: QKVSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return QKVParallelLinear(
+        spec.in_features, spec.head_dim, spec.num_heads, spec.num_kv_heads, bias=spec.bias, params_dtype=context.dtype,
+        quant_config=context.quant_config, prefix=prefix, return_bias=False, v_head_size=spec.v_head_dim,
+    )
+
+
+def _norm(spec: NormSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    if spec.kind == "layer":
+        return LayerNorm(spec.size, spec.eps, spec.weight != "none", spec.bias, dtype=context.dtype)
+    if spec.weight == "zero_centred":
+        return ZeroCentredRMSNorm(spec.size, spec.eps)
+    return RMSNorm(spec.size, spec.eps, has_weight=spec.weight != "none", dtype=context.dtype)
+
+
+def _act_mul(spec: ActMulSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    if spec.activation == "silu":
+        return SiluAndMul()
+    return GeluAndMul(approximate="tanh" if spec.activation == "gelu_tanh" else "none")
+
+
+def _embedding(spec: EmbeddingSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    cls = VocabParallelEmbedding if spec.scale == 1.0 else ScaledVocabParallelEmbedding
+    made = cls(spec.num_embeddings, spec.dim, params_dtype=context.dtype, quant_config=context.quant_config,
+               prefix=prefix)
+    if isinstance(made, ScaledVocabParallelEmbedding):
+        made.scale = spec.scale
+    return made
+
+
+def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
+    extra: dict[str, Any] = {}
+    if spec.sinks is not None:
+        extra["sinks"] = getattr(site, spec.sinks)
+    return Attention(
+        spec.num_heads // context.tp_size, spec.head_dim, spec.scale,
+        num_kv_heads=max(1, spec.num_kv_heads // context.tp_size),
+        cache_config=context.cache_config, quant_config=context.quant_config, logits_soft_cap=spec.soft_cap,
+        per_layer_sliding_window=spec.window, prefix=prefix, **extra,
+    )
+
+
+_BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
+    LinearSpec: _linear,
+    MergedLinearSpec: _merged,
+    QKVSpec: _qkv,
+    NormSpec: _norm,
+    ActMulSpec: _act_mul,
+    EmbeddingSpec: _embedding,
+    AttentionSpec: _attention,
+}
+
+
+def local_sizes(spec: LayerSpec, tp_size: int) -> tuple[int, ...]:
+    """Output widths of a merged layer's parts on one rank."""
+    if isinstance(spec, QKVSpec):
+        kv_heads = max(1, spec.num_kv_heads // tp_size)
+        return spec.num_heads // tp_size * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.v_head_dim
+    assert isinstance(spec, MergedLinearSpec)
+    return tuple(width // tp_size for width in spec.out_features)
+
+

@@ -1,0 +1,24 @@
+"""What a builder of layers needs of the engine, taken from VllmConfig once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Attributes:
+    dtype: of parameters.
+    device: where parameters are made.
+    quant_config, cache_config: vLLM's, handed to its layers as they are.
+    tp_size: ranks that share a layer.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    quant_config: Any
+    cache_config: Any
+    tp_size: int

@@ -1,0 +1,341 @@
+"""What to build in place of a Transformers module, as frozen data.
+
+Each spec says what a layer computes and leaves how to `tfbackend.layers`. `reference()` builds the same layer in plain
+torch at full width on one rank: it is what a rewrite is proven with, so it is written for clarity and not for speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+COLWISE, ROWWISE, REPLICATED = "colwise", "rowwise", "replicated"
+COLWISE_GATHER, ROWWISE_SPLIT = "colwise_gather_output", "rowwise_split_input"
+LINEAR_STYLES = (COLWISE, ROWWISE, REPLICATED, COLWISE_GATHER, ROWWISE_SPLIT)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear layer. `style` says how tensor-parallel ranks share its weight [out_features, in_features]."""
+
+    in_features: int
+    out_features: int
+    bias: bool
+    style: str = REPLICATED
+
+    def reference(self) -> nn.Module:
+        return nn.Linear(self.in_features, self.out_features, bias=self.bias)
+
+    def __str__(self) -> str:
+        return f"{self.style} linear {self.in_features}->{self.out_features}"
+
+
+@dataclass(frozen=True)
+class MergedLinearSpec:
+    """Sibling linears of one input as one matrix product; the output is theirs side by side, colwise-sharded each."""
+
+    in_features: int
+    out_features: tuple[int, ...]
+    bias: bool
+    style: str = COLWISE
+
+    def reference(self) -> nn.Module:
+        return nn.Linear(self.in_features, sum(self.out_features), bias=self.bias)
+
+    def __str__(self) -> str:
+        return f"merged linear {self.in_features}->{'+'.join(map(str, self.out_features))}"
+
+
+@dataclass(frozen=True)
+class QKVSpec:
+    """Query, key and value projections as one matrix product, sharded by heads.
+
+    Attributes:
+        in_features: width of the input.
+        head_dim, v_head_dim: width of a query/key head and of a value head.
+        num_heads, num_kv_heads: heads over all ranks; a KV head is replicated where there are more ranks than KV heads.
+    """
+
+    in_features: int
+    head_dim: int
+    v_head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    bias: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Output widths of query, key and value on one rank."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
+
+    def reference(self) -> nn.Module:
+        return nn.Linear(self.in_features, sum(self.sizes), bias=self.bias)
+
+    def __str__(self) -> str:
+        return f"QKV {self.in_features}->{self.num_heads}+2x{self.num_kv_heads} heads of {self.head_dim}"
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A normalisation over the last dimension.
+
+    Attributes:
+        kind: "rms" (x / sqrt(mean(x^2) + eps)) or "layer" (mean-centred).
+        size: length of the last dimension.
+        eps: added under the root.
+        weight: "plain" (w), "zero_centred" (1 + w) or "none".
+        bias: whether a bias is added; layer norms only.
+    """
+
+    kind: str
+    size: int
+    eps: float
+    weight: str = "plain"
+    bias: bool = False
+
+    def reference(self) -> nn.Module:
+        return _ReferenceNorm(self)
+
+    def __str__(self) -> str:
+        detail = {"plain": "", "zero_centred": ", weight 1 + w", "none": ", no weight"}[self.weight]
+        return f"{self.kind} norm {self.size}, eps {self.eps:g}{detail}"
+
+
+class _ReferenceNorm(nn.Module):
+    def __init__(self, spec: NormSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.weight = nn.Parameter(torch.ones(spec.size)) if spec.weight != "none" else None
+        self.bias = nn.Parameter(torch.zeros(spec.size)) if spec.bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        if self.spec.kind == "layer":
+            wide = wide - wide.mean(-1, keepdim=True)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.spec.eps)
+        if self.weight is not None:
+            normed = normed * (self.weight.float() + (1.0 if self.spec.weight == "zero_centred" else 0.0))
+        if self.bias is not None:
+            normed = normed + self.bias.float()
+        return normed.to(x.dtype)
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+@dataclass(frozen=True)
+class ActMulSpec:
+    """`activation(first half) * second half` over the last dimension: [..., 2n] -> [..., n]."""
+
+    activation: str
+
+    def reference(self) -> nn.Module:
+        return _ReferenceActMul(self.activation)
+
+    def __str__(self) -> str:
+        return f"{self.activation}-and-mul"
+
+
+class _ReferenceActMul(nn.Module):
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return _ACTIVATIONS[self.activation](first) * second
+
+
+def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    """The name in this module of what `function` computes, found by evaluating it in float64; None if it is none.
+
+    An activation is known by its values and not by its class, since Transformers spells each in several ways.
+    """
+    x = torch.linspace(-6, 6, 241, dtype=torch.float64)
+    try:
+        y = function(x.clone())
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    if not isinstance(y, torch.Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+        return None
+    for name, known in _ACTIVATIONS.items():
+        if torch.allclose(y, known(x), rtol=1e-9, atol=1e-9):
+            return name
+    return None
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """A vocabulary table [num_embeddings, dim]; rows are multiplied by `scale` after the look-up."""
+
+    num_embeddings: int
+    dim: int
+    scale: float = 1.0
+
+    def reference(self) -> nn.Module:
+        return _ReferenceEmbedding(self)
+
+    def __str__(self) -> str:
+        scaled = f", scaled by {self.scale:g}" if self.scale != 1.0 else ""
+        return f"vocabulary embedding {self.num_embeddings}x{self.dim}{scaled}"
+
+
+class _ReferenceEmbedding(nn.Module):
+    def __init__(self, spec: EmbeddingSpec) -> None:
+        super().__init__()
+        self.scale = spec.scale
+        self.weight = nn.Parameter(torch.empty(0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight) * self.scale
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Rotation of query and key by position.
+
+    Attributes:
+        head_dim: width of a head.
+        rotary_dim: how much of it, from the front, is rotated.
+        neox: True pairs element i with i + rotary_dim/2, False pairs 2i with 2i + 1.
+        wide: True where the rotation is computed in float32 and cast back.
+        half: how cos/sin are folded: "first" repeats the half after itself, "even" repeats each element.
+    """
+
+    head_dim: int
+    rotary_dim: int
+    neox: bool = True
+    wide: bool = False
+    half: str = "first"
+
+    def reference(self) -> nn.Module:
+        return _ReferenceRotary(self)
+
+    def __str__(self) -> str:
+        style = "neox" if self.neox else "interleaved"
+        return f"rotary {self.rotary_dim}/{self.head_dim} {style}"
+
+
+class _ReferenceRotary(nn.Module):
+    def __init__(self, spec: RotarySpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        spec, wide = self.spec, x.float() if self.spec.wide else x
+        turned, rest = wide[..., : spec.rotary_dim], wide[..., spec.rotary_dim :]
+        if spec.neox:
+            a, b = turned.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        else:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        return torch.cat((turned, rest), dim=-1).to(x.dtype)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        half = self.spec.rotary_dim // 2
+        pick = slice(0, half) if self.spec.half == "first" else slice(0, 2 * half, 2)
+        cos, sin = cos[..., pick].unsqueeze(1), sin[..., pick].unsqueeze(1)
+        return self.rotate(query, cos, sin), self.rotate(key, cos, sin)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Scaled dot-product attention over the KV cache.
+
+    Attributes:
+        num_heads, num_kv_heads: heads over all ranks.
+        head_dim, v_head_dim: width of a query/key head and of a value head.
+        scale: multiplies q.k before the softmax.
+        window: how many latest tokens, itself included, a token sees; None for all.
+        soft_cap: cap * tanh(score / cap) on the scaled scores; None for no cap.
+        sinks: attribute of the site that holds one sink logit per head, or None.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: str | None = None
+
+    def reference(self) -> nn.Module:
+        return _ReferenceAttention(self)
+
+    def __str__(self) -> str:
+        parts = [f"attention {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, scale {self.scale:.4g}"]
+        parts += [f"window {self.window}"] if self.window else []
+        parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
+        return ", ".join(parts + ([f"sinks {self.sinks}"] if self.sinks else []))
+
+
+class _ReferenceAttention(nn.Module):
+    """[1, heads, tokens, dim] in, [1, tokens, heads, v_dim] out."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        spec, tokens = self.spec, q.shape[-2]
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = q.float() @ k.float().transpose(-1, -2) * spec.scale
+        if spec.soft_cap:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
+        hidden = (distance < 0) | (distance >= (spec.window or math.inf))
+        scores = scores.masked_fill(hidden, -math.inf)
+        if sinks is not None:
+            sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        return (weights @ v.float()).to(q.dtype).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class FixedRopeSpec:
+    """A rotary embedding that rescales with the length of each call, fixed at what it is for `max_len` tokens.
+
+    `exact` is False where contexts within `max_len` exist for which the original would have rescaled otherwise.
+    """
+
+    max_len: int
+    exact: bool
+
+    def __str__(self) -> str:
+        note = "" if self.exact else "; Transformers rescales with each request's length, results differ from it"
+        return f"rotary frequencies fixed for {self.max_len} tokens{note}"
+
+
+LayerSpec = (
+    FixedRopeSpec
+    | LinearSpec
+    | MergedLinearSpec
+    | QKVSpec
+    | NormSpec
+    | ActMulSpec
+    | EmbeddingSpec
+    | RotarySpec
+    | AttentionSpec
+)

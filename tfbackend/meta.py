@@ -1,0 +1,199 @@
+"""Stage 1: a config becomes the Transformers model on the meta device, with its buffers real.
+
+The whole `...ForCausalLM` is built, not the base model alone: what its forward does between the base model's output and
+the logits has to be read from the class that does it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tfbackend.errors import ConfigError, UnsupportedModelError
+from tfbackend.graph.observe import attention_interface
+
+ATTENTION_NAME = "tfbackend"
+"""What `config._attn_implementation` is set to; Transformers' attention modules then call ours."""
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """The model on meta and the places in it that the later stages ask for.
+
+    Attributes:
+        model: the full model, for instance LlamaForCausalLM.
+        base_path: path of the base model in it ("model", "transformer" ...), "" where there is no head class.
+        embedding_path: path of the vocabulary embedding.
+        head_path: path of the linear that gives logits, None where there is none.
+        tied: whether head and embedding are one parameter.
+    """
+
+    model: PreTrainedModel
+    base_path: str
+    embedding_path: str
+    head_path: str | None
+    tied: bool
+
+    @property
+    def base(self) -> PreTrainedModel:
+        module = self.model.get_submodule(self.base_path) if self.base_path else self.model
+        assert isinstance(module, PreTrainedModel)
+        return module
+
+
+def register_attention() -> None:
+    """Make `tfbackend` a known attention implementation of Transformers. Idempotent."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_interface)
+
+
+def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> MetaModel:
+    """Build the model of `config` on meta, parameters in `dtype`.
+
+    The config is copied first: its attention implementation is set to ours.
+
+    Raises:
+        ConfigError: the config has a value that the model class cannot be built with.
+        UnsupportedModelError: Transformers has no causal language model for this config.
+    """
+    check_config(config)
+    register_attention()
+    config = copy.deepcopy(config)
+    _set_attention(config)
+    with init_empty_weights(include_buffers=False), _default_dtype(dtype):
+        model = _instantiate(config, dtype, trust_remote_code)
+    model.eval()
+    for name in ("use_cache", "output_attentions", "output_hidden_states"):
+        setattr(model.config, name, False)
+    return MetaModel(model, *_places(model))
+
+
+def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    kwargs: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    try:
+        auto = AutoModelForCausalLM if _has_causal_class(config) else AutoModel
+        return auto.from_config(**kwargs)  # type: ignore[no-any-return]
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"{type(config).__name__} does not build a model: {type(error).__name__}: {error}",
+            where="config.json",
+            remedy="Compare config.json with the one the model was published with",
+        ) from error
+
+
+def _has_causal_class(config: PretrainedConfig) -> bool:
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return True
+    return type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _set_attention(config: PretrainedConfig) -> None:
+    config._attn_implementation = ATTENTION_NAME
+    text = config.get_text_config()
+    if text is not config:
+        text._attn_implementation = ATTENTION_NAME
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Refuse values that no model can have, before they turn into an error deep inside a layer.
+
+    Raises:
+        ConfigError: a number is NaN or infinite, or a size is zero or negative.
+    """
+    text = config.get_text_config()
+    for name, value in _numbers(text.to_dict()):
+        if isinstance(value, float) and not math.isfinite(value) and name.rsplit(".", 1)[-1] not in _MAY_BE_INFINITE:
+            raise ConfigError("A value of the config is not a number.", where=f"config.json: {name}", found=str(value),
+                              needed="a finite number", remedy="Download config.json again, or mend the value")
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+                 "intermediate_size", "vocab_size"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value <= 0:
+            raise ConfigError("A size of the config is not positive.", where=f"config.json: {name}", found=str(value),
+                              needed="1 or more", remedy="Mend the value in config.json")
+    heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise ConfigError("Query heads do not divide into KV heads.", where="config.json: num_attention_heads",
+                          found=f"{heads} query heads, {kv_heads} KV heads", needed="a multiple",
+                          remedy="Mend the values in config.json")
+
+
+_MAY_BE_INFINITE = ("time_step_limit", "time_step_max", "attention_bias_cap")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _numbers(item, name)
+    elif isinstance(value, float):
+        yield name, value
+
+
+def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:
+    base = model.base_model
+    base_path = "" if base is model else next(name for name, module in model.named_modules() if module is base)
+    embedding = model.get_input_embeddings()
+    paths = [name for name, module in model.named_modules() if module is embedding]
+    if not paths:
+        raise UnsupportedModelError("The model names no input embedding.", where=type(model).__name__,
+                                    needed="get_input_embeddings() to return a module of the model",
+                                    remedy="Define get_input_embeddings in the modelling file")
+    head = model.get_output_embeddings() if base is not model else None
+    if head is None and base is not model:
+        head = _widest_linear_outside(model, base)
+    head_path = next((name for name, module in model.named_modules() if module is head), None) if head else None
+    tied = bool(head_path) and _is_tied(model, head_path or "")
+    return base_path, paths[0], head_path, tied
+
+
+def _widest_linear_outside(model: PreTrainedModel, base: nn.Module) -> nn.Module | None:
+    inside = {id(module) for module in base.modules()}
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
+    return max(linears, key=lambda linear: linear.out_features, default=None)
+
+
+def _is_tied(model: PreTrainedModel, head_path: str) -> bool:
+    keys = model._tied_weights_keys or {}
+    names = keys.keys() if isinstance(keys, dict) else keys
+    wanted = getattr(model.config, "tie_word_embeddings", False) or getattr(
+        model.config.get_text_config(), "tie_word_embeddings", False
+    )
+    return bool(wanted) and any(name == f"{head_path}.weight" for name in names)
+
+
+def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read the config of a folder or a Hub id.
+
+    Raises:
+        ConfigError: there is none, it is not JSON, or its model_type is unknown to Transformers.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ConfigError(f"The config cannot be read: {error}", where=path) from error
+    assert isinstance(config, PretrainedConfig)
+    return config

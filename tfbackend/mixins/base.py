@@ -1,0 +1,107 @@
+"""The class that every served model is made of: builds, plans, applies, runs and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.sequence import IntermediateTensors
+
+from tfbackend import __version__, adapt, meta
+from tfbackend.apply import apply_plan
+from tfbackend.graph.observe import call_keywords
+from tfbackend.layers.loading import load
+from tfbackend.mixins.decoder import Decoder
+from tfbackend.plan import Plan, make_plan
+from tfbackend.proof import Prover
+from tfbackend.report import write_report
+from tfbackend.weights import Ledger, build_weight_map
+
+logger = init_logger("vllm.tfbackend")
+
+
+class Base(nn.Module):
+    """A Transformers base model served by vLLM.
+
+    Attributes:
+        model: the base model, rewritten.
+        plan: what was rewritten and why the rest was not.
+        ledger: what became of each checkpoint tensor; None until weights were loaded.
+    """
+
+    embedding_modules: ClassVar[dict[str, str]] = {"embed_tokens": "input_embeddings"}
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.vllm_config = vllm_config
+        self.config = vllm_config.model_config.hf_config
+        self.model_config = vllm_config.model_config
+        self.quant_config = vllm_config.quant_config
+        self.context = adapt.build_context(vllm_config)
+        self.ledger: Ledger | None = None
+        self._build(prefix)
+
+    def _build(self, prefix: str) -> None:
+        directory = adapt.cache_directory()
+        model_config = self.model_config
+        built = meta.build(model_config.hf_config, model_config.dtype, trust_remote_code=model_config.trust_remote_code)
+        self.plan: Plan = make_plan(built, adapt.serving_spec(self.vllm_config), Prover(directory / "proofs"))
+        self._adopt(self.plan)
+        self.weight_map = build_weight_map(built.model, self.plan, quantized=self.quant_config is not None)
+        path = f"{prefix}.model" if prefix else "model"
+        self.model = apply_plan(self.plan, built.base, path, self.context, directory / "forwards")
+        self.build_head(built, prefix)
+        keywords = call_keywords(self.model, torch.empty(0))
+        self.takes_positions = keywords.pop("position_ids", None) is not None
+        self._decoder = [Decoder(vllm_config=self.vllm_config, prefix=path)]
+        self._decoder[0].serve(self.model, keywords)
+        self._announce()
+
+    def _adopt(self, plan: Plan) -> None:
+        """Tell vLLM's quantization and LoRA what is called how, before any layer asks them."""
+        self.hf_to_vllm_mapper = adapt.weights_mapper(plan)
+        self.packed_modules_mapping = adapt.packed_modules(plan)
+        if self.quant_config is not None:
+            self.quant_config.apply_vllm_mapper(self.hf_to_vllm_mapper.get_rename_mapper())
+            self.quant_config.packed_modules_mapping.update(self.packed_modules_mapping)
+
+    def build_head(self, built: meta.MetaModel, prefix: str) -> None:
+        """Build what follows the base model; mixins do."""
+
+    def _announce(self) -> None:
+        if get_tensor_model_parallel_rank() != 0:
+            return
+        self.report_path = write_report(adapt.cache_directory() / "reports", self.plan)
+        logger.info(
+            "tfbackend %s serves %s: %s; report: %s", __version__, self.plan.architecture, self.plan.summary,
+            self.report_path,
+        )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens] -> [tokens, hidden]."""
+        rows: torch.Tensor = self.model.get_input_embeddings()(input_ids)
+        return rows
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """input_ids [tokens] or inputs_embeds [tokens, hidden], positions [tokens] -> hidden states [tokens, hidden]."""
+        hidden: torch.Tensor = self._decoder[0](input_ids, positions, inputs_embeds)
+        return hidden
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint, completely or not at all; see layers.loading.load for what is raised."""
+        loaded, self.ledger = load(self, self.weight_map, weights, quantized=self.quant_config is not None)
+        if get_tensor_model_parallel_rank() == 0:
+            write_report(adapt.cache_directory() / "reports", self.plan, self.ledger)
+        return loaded

@@ -1,0 +1,40 @@
+"""The part that torch.compile sees: flat tokens in, flat hidden states out, no closure and no cache in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
+class Decoder(nn.Module):
+    """Calls a Transformers base model the way an engine does.
+
+    It does not own the base model, so that parameters have one name only.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.keywords: dict[str, Any] = {}
+
+    def serve(self, base: nn.Module, keywords: dict[str, Any]) -> None:
+        """Attach the base model and the constant keywords of its calls."""
+        self.__dict__["base"], self.keywords = base, keywords
+
+    def forward(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """input_ids [tokens] or inputs_embeds [tokens, hidden], positions [tokens] -> [tokens, hidden]."""
+        inputs: dict[str, Any] = {}
+        if inputs_embeds is not None:
+            inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
+        else:
+            assert input_ids is not None
+            inputs["input_ids"] = input_ids.unsqueeze(0)
+        output = self.base(**inputs, position_ids=positions.unsqueeze(0), **self.keywords)
+        hidden: torch.Tensor = output[0]
+        return hidden.squeeze(0)

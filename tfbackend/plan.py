@@ -1,0 +1,252 @@
+"""Stage 2: the meta model and what the engine asks for become a Plan. Decides everything, changes nothing.
+
+A Plan is the same on every rank and for every pipeline stage; apply filters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import nn
+
+from tfbackend.errors import PlanConflictError, UnsupportedModelError
+from tfbackend.fusers import FUSERS
+from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
+from tfbackend.graph.kinds import Kind, KindKey, kind_key
+from tfbackend.graph.observe import Observation, observe
+from tfbackend.head import HeadPlan, plan_head
+from tfbackend.layerspecs import COLWISE, COLWISE_GATHER, REPLICATED, ROWWISE, ROWWISE_SPLIT, AttentionSpec, QKVSpec
+from tfbackend.meta import MetaModel
+from tfbackend.proof import Prover
+from tfbackend.serving import ServingSpec
+from tfbackend.source.edits import apply_edits
+
+_STYLES = {
+    "colwise": COLWISE,
+    "rowwise": ROWWISE,
+    "colwise_rep": COLWISE_GATHER,
+    "colwise_gather_output": COLWISE_GATHER,
+    "rowwise_rep": ROWWISE_SPLIT,
+    "rowwise_split_input": ROWWISE_SPLIT,
+}
+"""Transformers' names of tensor-parallel styles; every other style keeps whole copies on each rank."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that will be done to one model.
+
+    Attributes:
+        architecture: class of the full Transformers model.
+        rewrites: every change, by site and fuser.
+        misses: every pattern that looked applicable and was not applied, with its reason.
+        unproven: "qualname: why" of rewrites that the proof budget left out.
+        proofs: how many kinds of rewrite were proven, and how many of them from the cache.
+        head: what the head class does between the base model's output and the logits.
+        base_path, embedding_path, head_path, tied: see meta.MetaModel.
+        layers: path of the list of decoder layers, relative to the base model.
+    """
+
+    architecture: str
+    rewrites: tuple[Rewrite, ...]
+    misses: tuple[Miss, ...]
+    head: HeadPlan | None
+    base_path: str
+    embedding_path: str
+    head_path: str | None
+    tied: bool
+    layers: str = ""
+    unproven: tuple[str, ...] = ()
+    proofs: tuple[int, int] = (0, 0)
+    forwards: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        owners: dict[tuple[str, str], Rewrite] = {}
+        for rewrite in self.rewrites:
+            for claim in rewrite.claims:
+                path = ".".join(part for part in (rewrite.qualname, claim) if part)
+                other = owners.setdefault((path, "" if claim != "attn" else "attn"), rewrite)
+                if other is not rewrite:
+                    raise PlanConflictError("Two rewrites claim one site.", where=path,
+                                            found=f"{other.fuser} and {rewrite.fuser}")
+
+    @cached_property
+    def by_site(self) -> Mapping[str, tuple[Rewrite, ...]]:
+        sites: dict[str, list[Rewrite]] = defaultdict(list)
+        for rewrite in self.rewrites:
+            sites[rewrite.qualname].append(rewrite)
+        return {path: tuple(found) for path, found in sites.items()}
+
+    @property
+    def attention(self) -> Iterator[tuple[str, AttentionSpec]]:
+        """(site, spec) of every attention layer."""
+        for rewrite in self.rewrites:
+            for _, spec in rewrite.children:
+                if isinstance(spec, AttentionSpec):
+                    yield rewrite.qualname, spec
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Rewrites by fuser."""
+        return Counter(rewrite.fuser for rewrite in self.rewrites)
+
+    @property
+    def summary(self) -> str:
+        """One line: what was rewritten and how much was not."""
+        done = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
+        missed = f"{len(self.misses)} missed" if self.misses else "none missed"
+        unproven = f", {len(self.unproven)} unproven" if self.unproven else ""
+        return f"{done}; {missed}{unproven}"
+
+
+def make_plan(meta: MetaModel, serving: ServingSpec, prover: Prover | None = None) -> Plan:
+    """Decide every rewrite of `meta` and prove each kind of it.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be served faithfully, or its head cannot be read.
+    """
+    base = meta.base
+    observation = observe(base)
+    if observation.problem:
+        raise UnsupportedModelError(
+            "The model does not run on meta tensors, so nothing about it can be known.",
+            where=type(base).__name__, found=observation.problem,
+            remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",
+        )
+    planner = _Planner(meta, serving, observation)
+    rewrites, misses = planner.collect()
+    prover = prover or Prover()
+    rewrites, failed, unproven = prover.check(planner.sites, rewrites)
+    plan = Plan(
+        architecture=type(meta.model).__name__,
+        rewrites=tuple(rewrites),
+        misses=tuple([*misses, *failed]),
+        head=plan_head(meta, observation) if meta.base_path else None,
+        base_path=meta.base_path,
+        embedding_path=meta.embedding_path,
+        head_path=meta.head_path,
+        tied=meta.tied,
+        layers=_layer_list(base),
+        unproven=tuple(unproven),
+        proofs=prover.counts,
+    )
+    _check_attention(plan, observation, serving)
+    return replace(plan, forwards=_forwards(plan, planner.sites))
+
+
+def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
+    """The edited source of every site that has edits."""
+    texts = {}
+    for path, rewrites in plan.by_site.items():
+        edits = [edit for rewrite in rewrites for edit in rewrite.edits]
+        source = sites[path].source
+        if edits and not isinstance(source, str):
+            texts[path] = apply_edits(source.text, edits)
+    return texts
+
+
+def _check_attention(plan: Plan, observation: Observation, serving: ServingSpec) -> None:
+    served = {path for path, _ in plan.attention}
+    for path in observation.attention:
+        if path not in served:
+            reasons = [str(m) for m in plan.misses if m.qualname == path and m.fuser == "attention"]
+            raise UnsupportedModelError("The attention of a layer cannot be served faithfully.", where=path,
+                                        found="; ".join(reasons) or "no reason was given")
+    if not served:
+        raise UnsupportedModelError(
+            "No layer of the model calls Transformers' attention interface.", where=plan.architecture,
+            needed="attention through ALL_ATTENTION_FUNCTIONS", remedy="Use a version of the model that does",
+        )
+    if serving.tp_size > 1:
+        for path, spec in plan.attention:
+            if not any(isinstance(s, QKVSpec) for r in plan.by_site[path] for _, s in r.children):
+                reasons = [str(m) for m in plan.misses if m.qualname == path]
+                raise UnsupportedModelError(
+                    "The heads of a layer cannot be shared out to tensor-parallel ranks.", where=path,
+                    found="; ".join(reasons), remedy="Serve it with --tensor-parallel-size 1",
+                )
+            if spec.num_heads % serving.tp_size:
+                raise UnsupportedModelError(
+                    "The query heads do not divide over the tensor-parallel ranks.", where=path,
+                    found=f"{spec.num_heads} heads, {serving.tp_size} ranks",
+                    remedy="Choose a --tensor-parallel-size that divides the heads",
+                )
+
+
+def _layer_list(base: nn.Module) -> str:
+    """Path of the longest ModuleList whose entries are of few classes: the decoder layers."""
+    lists = [(len(m), name) for name, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    return max(lists, key=lambda found: (found[0], -found[1].count(".")), default=(0, ""))[1]
+
+
+class _Planner:
+    """Walks the sites once. `sites` keeps, for each path with a rewrite, the site as its last fuser saw it."""
+
+    def __init__(self, meta: MetaModel, serving: ServingSpec, observation: Observation) -> None:
+        self.base, self.serving, self.observation = meta.base, serving, observation
+        inside = meta.embedding_path.removeprefix(f"{meta.base_path}.")
+        self.vocabulary = inside if meta.base_path else meta.embedding_path
+        self.styles = tensor_parallel_styles(meta)
+        self.kinds: dict[KindKey, Kind] = {}
+        self.matches: dict[tuple[str, KindKey, frozenset[str]], Match | Miss] = {}
+        self.sites: dict[str, Site] = {}
+
+    def collect(self) -> tuple[list[Rewrite], list[Miss]]:
+        rewrites, misses, claimed = [], [], set[str]()
+        for path, module in self.base.named_modules():
+            if not path or path in claimed or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                continue
+            for answer in self._ask_all(path, module, claimed):
+                if isinstance(answer, Rewrite):
+                    rewrites.append(answer)
+                    self.styles |= {f"{path}.{child}": style for child, style in answer.styles}
+                    claimed |= {f"{path}.{claim}" if claim else path for claim in answer.claims}
+                elif answer.near:
+                    misses.append(answer)
+        return rewrites, misses
+
+    def _ask_all(self, path: str, module: nn.Module, claimed: set[str]) -> Iterator[Rewrite | Miss]:
+        key = kind_key(module, self.observation.calls.get(path, []))
+        kind = self.kinds.setdefault(key, Kind(path, module, self.observation))
+        taken = frozenset[str]()
+        for fuser in FUSERS:
+            site = Site(path, module, kind, self.observation, self.serving, self.vocabulary, self.styles, taken)
+            answer = self._ask(fuser, site, key)
+            yield answer
+            if isinstance(answer, Rewrite):
+                self.sites[path] = site
+                if "" in answer.claims:
+                    return
+                taken |= answer.claims
+
+    def _ask(self, fuser: Fuser, site: Site, key: KindKey) -> Rewrite | Miss:
+        per_site = fuser.name in ("embedding", "attention", "fixed_rope")
+        slot = (fuser.name, (site.qualname,) if per_site else key, site.taken)
+        match = self.matches.get(slot)
+        if match is None:
+            match = self.matches[slot] = fuser.match(site)
+        if isinstance(match, Miss):
+            return replace(match, qualname=site.qualname)
+        return fuser.rewrite(site, match)
+
+
+def tensor_parallel_styles(meta: MetaModel) -> dict[str, str]:
+    """Style by module path relative to the base model, from the plan that the Transformers class carries."""
+    raw = dict(getattr(meta.base, "_tp_plan", None) or {})
+    raw |= {k: v for k, v in (getattr(meta.base.config, "base_model_tp_plan", None) or {}).items()}
+    styles: dict[str, str] = {}
+    patterns = [(_glob(pattern), _STYLES.get(style, REPLICATED)) for pattern, style in raw.items() if style]
+    for path, module in meta.base.named_modules():
+        if isinstance(module, nn.Linear):
+            for pattern, style in patterns:
+                if pattern.fullmatch(path) or pattern.fullmatch(f"{meta.base_path}.{path}"):
+                    styles[path] = style
+    return styles
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))

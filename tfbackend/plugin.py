@@ -1,0 +1,54 @@
+"""The entry point of vLLM's general plugins. Runs in every process of the engine: cheap, idempotent, touches no device."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+
+SUPPORTED_VLLM = ((0, 32), (0, 33))
+SUPPORTED_TRANSFORMERS = (5, 16)
+
+_CLASSES = ("TransformersForCausalLM",)
+
+
+def register() -> None:
+    """Take over the model classes that `--model-impl transformers` resolves to.
+
+    TFBACKEND_DISABLE=1 leaves vLLM's own backend in place; TFBACKEND_ANY_VLLM=1 skips the check of versions.
+
+    Raises:
+        VersionError: vLLM or Transformers is of a release that tfbackend was not written for.
+    """
+    if os.environ.get("TFBACKEND_DISABLE") == "1":
+        return
+    import vllm
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    if os.environ.get("TFBACKEND_ANY_VLLM") != "1":
+        check_versions(vllm.__version__, version("transformers"))
+    for name in _CLASSES:
+        ModelRegistry.register_model(name, f"tfbackend.models:{name}")
+
+
+def check_versions(vllm_version: str, transformers_version: str) -> None:
+    """Refuse releases that were not tested, with a sentence that names those that were.
+
+    Raises:
+        VersionError: one of the two is out of range.
+    """
+    from tfbackend.errors import VersionError
+
+    remedy = "Install a supported release, or set TFBACKEND_ANY_VLLM=1 to try this one"
+    if _release(vllm_version) not in SUPPORTED_VLLM:
+        supported = " or ".join(".".join(map(str, release)) for release in SUPPORTED_VLLM)
+        raise VersionError("This release of vLLM is not supported.", found=f"vLLM {vllm_version}",
+                           needed=f"vLLM {supported}", remedy=remedy)
+    if _release(transformers_version) < SUPPORTED_TRANSFORMERS:
+        least = ".".join(map(str, SUPPORTED_TRANSFORMERS))
+        raise VersionError("This release of Transformers is not supported.", found=f"Transformers {transformers_version}",
+                           needed=f"Transformers {least} or later", remedy=remedy)
+
+
+def _release(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)

@@ -1,0 +1,330 @@
+"""Stage 3: each kind of rewrite is run against its original before it is used.
+
+Plain torch on both sides, float32, CPU, the same random weights and inputs. The site's own class runs with its own forward,
+and a twin of it runs with the rewritten forward and with `reference()` layers in place of the new children. Wide linears
+are stood in for by products of two narrow matrices of the true outer shapes: a rewrite moves whole linears about and never
+looks inside one, and a 70B layer is proven in milliseconds.
+
+What a passed proof says: on these inputs both agree to rounding. What it does not say: that vLLM's kernels are right.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tfbackend import __version__
+from tfbackend.fusers.base import Miss, Rewrite, Site
+from tfbackend.graph.observe import answering
+from tfbackend.graph.tracing import TRACE_ERRORS
+from tfbackend.layerspecs import (
+    ActMulSpec,
+    AttentionSpec,
+    EmbeddingSpec,
+    FixedRopeSpec,
+    LayerSpec,
+    LinearSpec,
+    MergedLinearSpec,
+    NormSpec,
+    QKVSpec,
+)
+from tfbackend.source.edits import apply_edits
+
+TOLERANCE = 2e-5
+"""Largest difference allowed, relative to the largest value of the original's output."""
+WIDE = 1 << 20
+"""Linears with more weights than this are stood in for by low-rank ones."""
+RANK = 8
+
+
+@dataclass
+class Prover:
+    """Proves rewrites, within a time budget, with results kept on disk.
+
+    Attributes:
+        directory: where results are kept; None keeps none.
+        budget: seconds of proving; rewrites that are not reached are listed as unproven, never as proven.
+        counts: (kinds proven, of them read from disk).
+    """
+
+    directory: Path | None = None
+    budget: float = 20.0
+    counts: tuple[int, int] = (0, 0)
+    _known: dict[str, str] = field(default_factory=dict)
+
+    def check(
+        self, sites: Mapping[str, Site], rewrites: Sequence[Rewrite]
+    ) -> tuple[list[Rewrite], list[Miss], list[str]]:
+        """(rewrites that may be used, Misses for those that differ, "qualname: why" of the unproven)."""
+        deadline, good, failed, unproven = time.monotonic() + self.budget, [], [], []
+        by_site: dict[str, list[Rewrite]] = {}
+        for rewrite in rewrites:
+            by_site.setdefault(rewrite.qualname, []).append(rewrite)
+        verdicts: dict[tuple[int, str], str | None] = {}
+        for path, group in by_site.items():
+            site = sites[path]
+            slot = (id(site.kind), repr([_content(r) for r in group]))
+            if slot not in verdicts:
+                verdicts[slot] = self._verdict(site, group, deadline)
+            problem = verdicts[slot]
+            if problem is None:
+                unproven.append(f"{path}: the proof budget of {self.budget:g} s was spent")
+            if not problem:
+                good += group
+                continue
+            failed += [Miss(r.fuser, path, f"not used, its proof failed: {problem}", site.place()) for r in group
+                       if r.fuser != "attention"]
+            good += [r for r in group if r.fuser == "attention"]
+        return good, failed, unproven
+
+    def _verdict(self, site: Site, group: Sequence[Rewrite], deadline: float) -> str | None:
+        """"" where proven, a problem where not, None where time ran out."""
+        if all(_needs_no_proof(rewrite) for rewrite in group):
+            return ""
+        key = _key(site, group)
+        if (kept := self._recall(key)) is not None:
+            self.counts = (self.counts[0] + 1, self.counts[1] + 1)
+            return kept
+        if time.monotonic() > deadline:
+            return None
+        problem = prove(site, group)
+        self.counts = (self.counts[0] + 1, self.counts[1])
+        self._keep(key, problem)
+        return problem
+
+    def _recall(self, key: str) -> str | None:
+        if key not in self._known and self.directory is not None:
+            path = self.directory / f"{key}.json"
+            if path.exists():
+                self._known[key] = str(json.loads(path.read_text())["problem"])
+        return self._known.get(key)
+
+    def _keep(self, key: str, problem: str) -> None:
+        self._known[key] = problem
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary = self.directory / f"{key}.{time.monotonic_ns()}.tmp"
+            temporary.write_text(json.dumps({"problem": problem}))
+            temporary.replace(self.directory / f"{key}.json")
+
+
+def _needs_no_proof(rewrite: Rewrite) -> bool:
+    """A linear for a linear, frequencies that are only held still, and an attention layer behind an unchanged call, have no two sides to compare."""
+    if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec)):
+        return True
+    return rewrite.fuser == "attention"
+
+
+def _content(rewrite: Rewrite) -> tuple[Any, ...]:
+    return rewrite.fuser, rewrite.layer, rewrite.children, rewrite.edits, rewrite.weights, rewrite.attributes, rewrite.styles
+
+
+def _key(site: Site, group: Sequence[Rewrite]) -> str:
+    try:
+        sources = [inspect.getsource(cls) for cls in {type(m) for m in site.module.modules()} if cls.__module__ != "builtins"]
+    except (OSError, TypeError):
+        sources = [site.qualname]
+    shapes = [(name, tuple(p.shape)) for name, p in site.module.named_parameters()]
+    call = site.observation.calls.get(site.kind.first, [])[:1]
+    parts = [sorted(sources), shapes, [_content(r) for r in group], _outline(call), TOLERANCE, WIDE, RANK, __version__,
+             torch.__version__, transformers.__version__, inspect.getsource(inspect.getmodule(prove) or prove)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _outline(value: Any) -> Any:
+    def outline(x: Any) -> Any:
+        return tuple(x.shape) if isinstance(x, torch.Tensor) else x if isinstance(x, (int, float, str, bool)) else str(type(x))
+
+    return tree_map(outline, value)
+
+
+def prove(site: Site, group: Sequence[Rewrite]) -> str:
+    """Run the site's original and its rewritten form on the same random inputs; "" if they agree, else what is wrong."""
+    calls = site.observation.calls.get(site.kind.first)
+    if not calls:
+        return "the model did not call it in the observed run, so it has no inputs to be proven with"
+    generator = torch.Generator().manual_seed(20)
+    with torch.no_grad(), _plain_float32():
+        try:
+            original = _materialise(site.module, generator)
+            args, kwargs = _random_inputs(calls[0], original, generator)
+            reference = _Reference(site, group)
+            with answering(reference.attend):
+                before = _run(original, inspect.unwrap(type(original).forward), args, kwargs)
+                after = reference.run(original, args, kwargs)
+        except TRACE_ERRORS as error:
+            return f"{type(error).__name__}: {error}"
+    return _compare(before, after)
+
+
+def _run(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def fresh(x: Any) -> Any:
+        return x.clone() if isinstance(x, torch.Tensor) else x
+
+    return forward(module, *tree_map(fresh, args), **tree_map(fresh, kwargs))
+
+
+def _compare(before: Any, after: Any) -> str:
+    left = [x for x in tree_leaves(before) if isinstance(x, torch.Tensor)]
+    right = [x for x in tree_leaves(after) if isinstance(x, torch.Tensor)]
+    if len(left) != len(right) or not left:
+        return f"the original gives {len(left)} tensors, the rewritten one {len(right)}"
+    for a, b in zip(left, right, strict=True):
+        if a.shape != b.shape:
+            return f"the original gives {tuple(a.shape)}, the rewritten one {tuple(b.shape)}"
+        size = a.abs().max().item() or 1.0
+        worst = (a - b).abs().max().item() / size
+        if not worst <= TOLERANCE:
+            return f"outputs differ by {worst:.2g} of the largest value, {TOLERANCE:g} is allowed"
+    return ""
+
+
+@contextmanager
+def _plain_float32() -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    with torch.device("cpu"):
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+class _LowRank(nn.Linear):
+    """A linear of the true shape whose weight is the product of two narrow matrices; its weight is never formed."""
+
+    def __init__(self, like: nn.Linear, generator: torch.Generator) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.narrow = nn.Parameter(torch.randn(RANK, like.in_features, generator=generator) * like.in_features**-0.5)
+        self.wide = nn.Parameter(torch.randn(like.out_features, RANK, generator=generator))
+        bias = torch.randn(like.out_features, generator=generator) if like.bias is not None else None
+        self.bias = nn.Parameter(bias) if bias is not None else None  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, self.narrow), self.wide, self.bias)
+
+
+def _materialise(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """A copy of a meta module on the CPU in float32 with random parameters, wide linears stood in for."""
+    twin = copy.deepcopy(module).float()
+    for child in twin.modules():
+        for name, linear in child.named_children():
+            if type(linear) is nn.Linear and linear.in_features * linear.out_features > WIDE:
+                setattr(child, name, _LowRank(linear, generator))
+    for child in twin.modules():
+        for name, parameter in list(child._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                child._parameters[name] = nn.Parameter(_random_weight(child, parameter, generator), requires_grad=False)
+    return twin.eval()
+
+
+def _random_weight(owner: nn.Module, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if isinstance(owner, nn.Embedding) or like.numel() > 1 << 24:
+        # Overlapping rows of one vector: any row differs from any other, in the memory of two rows.
+        rows, width = like.shape[0], like[0].numel()
+        base = torch.randn(rows + width, generator=generator)
+        return base.as_strided((rows, width), (1, 1)).view(like.shape) if like.dim() == 2 else base[: like.numel()]
+    spread = like.shape[-1] ** -0.5 if like.dim() > 1 else 1.0
+    return torch.randn(like.shape, generator=generator) * spread
+
+
+def _random_inputs(call: Any, module: nn.Module, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fill(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.dtype == torch.bool:
+            return None
+        if not x.dtype.is_floating_point:
+            top = module.num_embeddings if isinstance(module, nn.Embedding) else 7
+            return torch.randint(0, top, x.shape, generator=generator)
+        return torch.randn(x.shape, generator=generator)
+
+    args, kwargs = tree_map(fill, call)
+    return tuple(args), dict(kwargs)
+
+
+class _Reference:
+    """The rewritten side: a shallow copy of the original with the new children in reference form."""
+
+    def __init__(self, site: Site, group: Sequence[Rewrite]) -> None:
+        self.site, self.group = site, group
+        specs = [spec for r in group for _, spec in r.children if isinstance(spec, AttentionSpec)]
+        self.attention = replace(specs[0], window=None).reference() if specs else None
+
+    def attend(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
+        if self.attention is None:
+            return q.transpose(1, 2)
+        return self.attention(q, k, v, keywords.get("s_aux"))
+
+    def run(self, original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        whole = [r.layer for r in self.group if r.layer is not None]
+        if whole:
+            assert isinstance(whole[0], (NormSpec, EmbeddingSpec))
+            return _copy_state(whole[0].reference(), original)(*args)
+        twin = copy.copy(original)
+        twin.__dict__ = {**vars(original), "_modules": dict(original._modules)}
+        for rewrite in self.group:
+            for name in rewrite.removes:
+                twin._modules.pop(name)
+            for name, spec in rewrite.children:
+                if not isinstance(spec, AttentionSpec):
+                    twin._modules[name] = _reference_child(name, spec, rewrite, original)
+            for name, value in rewrite.attributes:
+                twin.__dict__[name] = value
+        edits = [edit for rewrite in self.group for edit in rewrite.edits]
+        return _run(twin, self._forward(edits), args, kwargs)
+
+    def _forward(self, edits: Sequence[Any]) -> Any:
+        source = self.site.source
+        if isinstance(source, str):
+            assert not edits
+            return inspect.unwrap(type(self.site.module).forward)
+        text = apply_edits(source.text, edits)
+        scope: dict[str, Any] = {}
+        code = compile("from __future__ import annotations\n" + text, f"<proof of {self.site.qualname}>", "exec")
+        exec(code, {**source.function.__globals__}, scope)  # noqa: S102
+        return scope[source.name]
+
+
+def _copy_state(reference: nn.Module, original: nn.Module) -> nn.Module:
+    for name, parameter in original.named_parameters():
+        setattr(reference, name, parameter)
+    return reference
+
+
+def _reference_child(name: str, spec: LayerSpec, rewrite: Rewrite, original: nn.Module) -> nn.Module:
+    if isinstance(spec, (QKVSpec, MergedLinearSpec)):
+        parts = [e for e in rewrite.weights if e.target == name]
+        return _SideBySide([original.get_submodule(e.source) for e in parts], spec)
+    assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec))
+    return spec.reference()
+
+
+class _SideBySide(nn.Module):
+    """Merged linears by what they mean: the parts' outputs, one after the other."""
+
+    def __init__(self, parts: Sequence[nn.Module], spec: QKVSpec | MergedLinearSpec) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.width = sum(spec.sizes if isinstance(spec, QKVSpec) else spec.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.cat([part(x) for part in self.parts], dim=-1)
+        if out.shape[-1] != self.width:
+            raise ValueError(f"the parts are {out.shape[-1]} wide together, the merged layer {self.width}")
+        return out

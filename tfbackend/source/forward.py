@@ -1,0 +1,203 @@
+"""The source text of a forward: parsed, tied to trace spans, and compiled again after edits.
+
+Edits are made on the text and not on an unparsed tree, so that a generated forward reads like the one it came from. A
+generated class is written to a real file named by its content: tracebacks show the code that ran, and vLLM's compile
+cache, which hashes the files it traced, sees a new file when a rewrite changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import os
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+Span = tuple[int, int, int, int]
+
+
+class SourceError(Exception):
+    """The source of a forward cannot be had or does not lend itself to edits. The message says why."""
+
+
+@dataclass(frozen=True)
+class ForwardSource:
+    """One forward.
+
+    Attributes:
+        text: its source, dedented, from the `def` line on.
+        filename, first_line: where the `def` line stands.
+        indent: columns (bytes) that dedenting took off every line.
+        function: the unwrapped function object.
+        tree: its parsed definition; line numbers count from 1 in `text`.
+    """
+
+    text: str
+    filename: str
+    first_line: int
+    indent: int
+    function: Callable[..., Any]
+    tree: ast.FunctionDef
+
+    @property
+    def name(self) -> str:
+        return self.tree.name
+
+    def place(self, node: ast.AST | None = None) -> str:
+        """'file.py:line' of `node`, or of the definition."""
+        line = self.first_line + (getattr(node, "lineno", 1) - 1)
+        return f"{Path(self.filename).name}:{line}"
+
+    def offsets(self, node: ast.AST) -> tuple[int, int]:
+        """Start and end of `node` as character offsets into `text`."""
+        assert isinstance(node, (ast.expr, ast.stmt))
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+
+    def _offset(self, line: int, column: int) -> int:
+        lines = self.text.splitlines(keepends=True)
+        before = sum(len(text) for text in lines[: line - 1])
+        return before + len(lines[line - 1].encode()[:column].decode())
+
+    def expression(self, span: Span | None) -> ast.expr:
+        """The expression that a trace span covers exactly.
+
+        Raises:
+            SourceError: no expression has exactly that span.
+        """
+        if span is None:
+            raise SourceError("an operation has no place in this forward")
+        shift = self.first_line - 1
+        wanted = (span[0] - shift, span[1] - self.indent, span[2] - shift, span[3] - self.indent)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.expr) and _span(node) == wanted:
+                return node
+        raise SourceError(f"no expression of the forward covers {Path(self.filename).name}:{span[0]} exactly")
+
+    def segment(self, node: ast.AST) -> str:
+        start, end = self.offsets(node)
+        return self.text[start:end]
+
+    def self_uses(self, child: str) -> list[ast.Attribute]:
+        """Every `self.<child>` of the source, in whatever branch."""
+        first = self.tree.args.args[0].arg
+        return [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr == child
+            and isinstance(node.value, ast.Name)
+            and node.value.id == first
+        ]
+
+    def scope_of(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around `node`, innermost first."""
+        parents = {id(child): parent for parent in ast.walk(self.tree) for child in ast.iter_child_nodes(parent)}
+        current: ast.AST | None = parents.get(id(node))
+        while current is not None:
+            yield current
+            current = parents.get(id(current))
+
+    def fresh(self, stem: str) -> str:
+        """A local name that the forward does not use."""
+        used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        used |= {a.arg for a in self.tree.args.args + self.tree.args.kwonlyargs}
+        name, count = stem, 2
+        while name in used:
+            name, count = f"{stem}_{count}", count + 1
+        return name
+
+
+def _span(node: ast.expr) -> tuple[int, int, int | None, int | None]:
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+@lru_cache(maxsize=4096)
+def _parse(function: Callable[..., Any]) -> ForwardSource:
+    try:
+        lines, start = inspect.getsourcelines(function)
+    except (OSError, TypeError) as error:
+        raise SourceError(f"the source of {function.__qualname__} cannot be read: {error}") from error
+    raw = "".join(lines)
+    text = textwrap.dedent(raw)
+    indent = len(raw) - len(raw.lstrip(" "))
+    try:
+        tree = ast.parse(text).body[0]
+    except SyntaxError as error:
+        raise SourceError(f"{function.__qualname__} does not parse on its own: {error}") from error
+    if not isinstance(tree, ast.FunctionDef):
+        raise SourceError(f"{function.__qualname__} is no plain function")
+    head = "".join(text.splitlines(keepends=True)[tree.lineno - 1 :])
+    shift = tree.lineno - 1
+    bare = ast.parse(head).body[0]
+    assert isinstance(bare, ast.FunctionDef)
+    return ForwardSource(head, function.__code__.co_filename, start + shift, indent, function, bare)
+
+
+def forward_source(cls: type[nn.Module]) -> ForwardSource:
+    """The source of `cls.forward` beneath its decorators.
+
+    Raises:
+        SourceError: there is none, or it is a closure (`super()` counts as one), which cannot be compiled elsewhere.
+    """
+    function = inspect.unwrap(cls.forward)
+    source = _parse(function)
+    if function.__code__.co_freevars:
+        raise SourceError(f"{function.__qualname__} closes over {', '.join(function.__code__.co_freevars)}")
+    return source
+
+
+_generated: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+
+
+def generate_class(cls: type[nn.Module], text: str, directory: Path) -> type[nn.Module]:
+    """A subclass of `cls` whose forward is `text`, from a file in `directory` named by its content.
+
+    The namespace of the original module is copied into the new one, so the forward sees the names it was written with.
+    """
+    if (known := _generated.get((cls, text))) is not None:
+        return known
+    source = forward_source(cls)
+    body = textwrap.indent(text, "    ")
+    code = (
+        f"# Generated by tfbackend from {cls.__module__}.{cls.__qualname__}.{source.name}\n\n\n"
+        f"class {cls.__name__}(_Base):\n{body}"
+    )
+    digest = hashlib.sha256(code.encode()).hexdigest()[:16]
+    name = f"tfbackend_generated_{cls.__name__}_{digest}"
+    path = directory / f"{name}.py"
+    _write_once(path, code)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    kept = {key: value for key, value in vars(module).items() if key.startswith("__")}
+    vars(module).update(source.function.__globals__)
+    vars(module).update(kept)
+    vars(module)["_Base"] = cls
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    made = vars(module)[cls.__name__]
+    assert isinstance(made, type) and issubclass(made, nn.Module)
+    _generated[(cls, text)] = made
+    return made
+
+
+def _write_once(path: Path, code: str) -> None:
+    """Several ranks write the same file at once; each sees a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.read_text() == code:
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w") as file:
+        file.write(code)
+    os.replace(temporary, path)
