@@ -272,6 +272,14 @@ def test_tied_head_that_differs_unties_as_in_transformers(tied, turn):
     assert not ledger.as_dict()["dropped"]
 
 
+def test_tied_head_that_differs_is_left_to_the_stage_that_has_the_head(tied):
+    ledger = tied.new_ledger()
+    tensors = tied_checkpoint(head=TABLE + 1, embedding=TABLE)
+    placed = [str(p) for p, _ in tied.stream(tensors, ledger, present=lambda place: place != "lm_head.weight")]
+    assert placed == ["model.embed_tokens.weight"]
+    assert ledger.as_dict()["dropped"]["other-stage"]["tensors"] == ["lm_head.weight"]
+
+
 def test_tied_head_alone_fills_the_embedding(tied):
     placed, _ = load(tied, tied_checkpoint(head=TABLE))
     [((target, _), (placement, tensor))] = placed.items()
@@ -334,6 +342,7 @@ def test_quantized_tensors_without_their_module_are_unexpected(quantized, name):
 
 def test_quantized_checkpoints_have_old_buffers_too(quantized):
     assert quantized.resolve("model.layers.0.self_attn.rotary_emb.inv_freq").rule == "legacy-buffer"
+    assert quantized.resolve("model.rotary_emb.inv_freq").rule == "recomputed-buffer"
 
 
 # ---- conversions that fail ----

@@ -23,13 +23,21 @@ class _Group:
 
     first: Gathered
     wanted: int
+    held: int = 0
+    missing_patterns: set[str] = field(default_factory=set)
     parts: dict[tuple[str, str], Part] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.missing_patterns = set(self.first.converter.transform.source_patterns)
+
+    def add(self, key: tuple[str, str], part: Part) -> None:
+        self.parts[key] = part
+        self.held += part.tensor.numel()
+        self.missing_patterns.discard(key[0])
 
     @property
     def complete(self) -> bool:
-        if {pattern for pattern, _ in self.parts} != set(self.first.converter.transform.source_patterns):
-            return False
-        return sum(part.tensor.numel() for part in self.parts.values()) >= self.wanted
+        return not self.missing_patterns and self.held >= self.wanted
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -60,7 +68,7 @@ class Gathering:
         if part in group.parts:
             self._ledger.duplicate(name, group.parts[part].source_name, str(gathered.placements[0]))
             return
-        group.parts[part] = Part(name, tensor)
+        group.add(part, Part(name, tensor))
         if group.complete:
             del self._open[gathered.group]
             self._done[gathered.group] = {key: member.source_name for key, member in group.parts.items()}

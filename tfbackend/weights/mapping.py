@@ -121,7 +121,7 @@ class WeightMap:
         """
         book = self.new_ledger() if ledger is None else ledger
         gathering = Gathering(self._conversions, self._states, book)
-        ties = Ties(self._ties, {name: self._places.of(name)[0] for name in self._ties}, book)
+        ties = Ties(self._ties, {name: self._places.of(name)[0] for name in self._ties}, book, present)
         for name, tensor in weights:
             outcome = self._admit(name, tensor, book, present)
             if isinstance(outcome, Placement):

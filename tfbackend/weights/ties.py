@@ -7,7 +7,7 @@ compared before anything is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -26,12 +26,20 @@ class Ties:
         sources: canonical name of a tied parameter -> canonical name of the one that it shares.
         own_places: canonical name of a tied parameter -> its own place, should the tie have to go.
         ledger: where equal copies are written off.
+        present: whether this pipeline stage has a place.
     """
 
-    def __init__(self, sources: Mapping[str, str], own_places: Mapping[str, str], ledger: Ledger) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        own_places: Mapping[str, str],
+        ledger: Ledger,
+        present: Callable[[str], bool] | None = None,
+    ) -> None:
         self._watched = frozenset(sources.values())
         self._own_places = own_places
         self._ledger = ledger
+        self._present = present
         self._seen: dict[str, torch.Tensor] = {}
         self._held: dict[str, list[Placed]] = {}
 
@@ -60,10 +68,13 @@ class Ties:
         self._seen.clear()
 
     def _settle(self, placement: Placement, tensor: torch.Tensor, source: torch.Tensor) -> Iterator[Placed]:
+        own_place = self._own_places[placement.canonical]
         if _equal(tensor, source):
             self._ledger.drop(placement.source_name, drop("tied-copy"))
+        elif self._present is not None and not self._present(own_place):
+            self._ledger.drop(placement.source_name, drop("other-stage"))
         else:
-            yield replace(placement, target=self._own_places[placement.canonical], unties=True), tensor
+            yield replace(placement, target=own_place, unties=True), tensor
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
