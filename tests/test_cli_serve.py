@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import tfbackend.cli.serve as serve_module
 from tfbackend.cli import app
 from tfbackend.cli.serve import check_local_model, parse, run
-from tfbackend.errors import CheckpointError, ConfigError
+from tfbackend.errors import CheckpointError, ConfigError, TfbackendError
 
 FLAG_LINES = [
     ["some/model"],
@@ -130,6 +130,35 @@ def test_a_configuration_that_vllm_refuses_is_one_sentence(monkeypatch, model):
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     with pytest.raises(ConfigError, match=r"Found: heads must be positive\.$"):
         run([model])
+
+
+@pytest.mark.parametrize(
+    ("raised", "shown", "says"),
+    [
+        (OSError(98, "Address already in use"), ConfigError, "Address already in use"),
+        (RuntimeError("Engine core initialization failed. See root cause above."), TfbackendError, "in the log above"),
+        (RuntimeError("something else"), RuntimeError, "something else"),
+    ],
+    ids=repr,
+)
+def test_a_failed_start_is_one_sentence_and_other_errors_are_left_alone(monkeypatch, model, raised, shown, says):
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    def fail(args):
+        raise raised
+
+    monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(fail))
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    with pytest.raises(shown, match=says):
+        run([model])
+
+
+def test_the_words_that_tell_a_failed_engine_are_vllms():
+    import inspect
+
+    from vllm.v1.engine import utils
+
+    assert serve_module.ENGINE_FAILED in inspect.getsource(utils)
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch):

