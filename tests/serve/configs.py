@@ -131,10 +131,10 @@ _t.main("phi3", rope_parameters=_rope(partial_rotary_factor=0.75), hidden_size=2
         original_max_position_embeddings=MAX_LEN,
         shows={"rope_parameters": _rope(partial_rotary_factor=1.0), "sliding_window": None})
 _t.variant("phi3-full", sliding_window=None, rope_parameters=_rope(partial_rotary_factor=1.0), tie_word_embeddings=True)
-_LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64,
+_LONG = {"rope_type": "longrope", "original_max_position_embeddings": MAX_LEN,
          "short_factor": [1.0 + 0.05 * i for i in range(24)], "long_factor": [1.5 + 0.2 * i for i in range(24)]}
-_t.variant("phi3-longrope", sliding_window=None, original_max_position_embeddings=MAX_LEN,
-           rope_parameters=_rope(partial_rotary_factor=0.75) | _LONG | {"original_max_position_embeddings": MAX_LEN},
+_t.variant("phi3-longrope", sliding_window=None, max_position_embeddings=4 * MAX_LEN,
+           rope_parameters=_rope(partial_rotary_factor=0.75) | _LONG,
            shows={"rope_parameters": _rope(partial_rotary_factor=0.75)})
 _t.main("olmo2", rope_parameters=_rope(), attention_bias=True, rms_norm_eps=1e-3, shows={"rms_norm_eps": 1e-1})
 _t.variant("olmo2-mha", num_key_value_heads=4, attention_bias=False, tie_word_embeddings=True)
