@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.test_weights_models import MIXTRAL, Plan, fused, glu, llama, load, on_meta, qkv, rewrite, tensors_of
-from tfbackend.errors import MissingTensorError, PlanConflictError, ShapeMismatchError, UnexpectedTensorError
+from tfbackend.errors import PlanConflictError, UnexpectedTensorError
 from tfbackend.weights import RULES, Dropped, Gathered, Placement, Unexpected, build_weight_map
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -343,69 +343,6 @@ def test_quantized_tensors_without_their_module_are_unexpected(quantized, name):
 def test_quantized_checkpoints_have_old_buffers_too(quantized):
     assert quantized.resolve("model.layers.0.self_attn.rotary_emb.inv_freq").rule == "legacy-buffer"
     assert quantized.resolve("model.rotary_emb.inv_freq").rule == "recomputed-buffer"
-
-
-# ---- conversions that fail ----
-
-
-EXPERTS = {
-    f"model.layers.0.block_sparse_moe.experts.{e}.{w}.weight": torch.full((96, 64), float(e))
-    for e in range(4)
-    for w in ("w1", "w3")
-}
-
-
-@pytest.fixture(scope="module")
-def mixtral():
-    return build_weight_map(on_meta("mixtral", **MIXTRAL), Plan())
-
-
-def test_absent_expert_is_named(mixtral):
-    gone = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
-    with pytest.raises(MissingTensorError) as caught:
-        list(mixtral.stream([item for item in EXPERTS.items() if item[0] != gone]))
-    assert caught.value.needed == gone
-    assert caught.value.where == "model.layers.0.mlp.experts.gate_up_proj"
-
-
-def test_absent_last_experts_and_absent_half_are_named(mixtral):
-    with pytest.raises(MissingTensorError, match=r"experts.3.w1.weight"):
-        list(mixtral.stream([item for item in EXPERTS.items() if ".3." not in item[0]]))
-    with pytest.raises(MissingTensorError, match=r"experts.0.w3.weight, .* and 1 more"):
-        list(mixtral.stream([item for item in EXPERTS.items() if "w1" in item[0]]))
-
-
-@pytest.mark.parametrize("shape", [(95, 64), (96, 65), (192, 64)])
-def test_expert_of_another_shape_does_not_fit(mixtral, shape):
-    wrong = {**EXPERTS, "model.layers.0.block_sparse_moe.experts.1.w1.weight": torch.zeros(shape)}
-    with pytest.raises(ShapeMismatchError, match=r"mlp.experts.gate_up_proj"):
-        list(mixtral.stream(wrong.items()))
-
-
-def test_expert_twice_is_refused(mixtral):
-    again = "_orig_mod.model.layers.0.block_sparse_moe.experts.3.w1.weight"
-    for items in ([*EXPERTS.items(), (again, torch.zeros(96, 64))], [(again, torch.zeros(96, 64)), *EXPERTS.items()]):
-        with pytest.raises(UnexpectedTensorError, match=r"both go to model.layers.0.mlp.experts.gate_up_proj"):
-            list(mixtral.stream(items))
-
-
-def test_expert_beyond_those_of_the_config_is_refused(mixtral):
-    more = "model.layers.0.block_sparse_moe.experts.4.w1.weight"
-    with pytest.raises(UnexpectedTensorError, match=more):
-        list(mixtral.stream([*EXPERTS.items(), (more, torch.zeros(96, 64))]))
-
-
-def test_conversions_are_done_as_soon_as_they_can_be(mixtral):
-    seen = []
-
-    def watched():
-        for name, tensor in EXPERTS.items():
-            seen.append(name)
-            yield name, tensor
-        raise AssertionError("read on before the conversion was handed out")
-
-    next(mixtral.stream(watched()))
-    assert len(seen) == len(EXPERTS)
 
 
 def test_glu_entries_follow_biases():
