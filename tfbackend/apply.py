@@ -17,7 +17,9 @@ from tfbackend.plan import Plan
 from tfbackend.source.forward import SourceError, forward_source, generate_class
 
 
-def apply_plan(plan: Plan, base: PreTrainedModel, prefix: str, context: BuildContext, directory: Path) -> PreTrainedModel:
+def apply_plan(
+    plan: Plan, base: PreTrainedModel, prefix: str, context: BuildContext, directory: Path
+) -> PreTrainedModel:
     """Put the plan's layers into `base` and give edited classes to its sites.
 
     Args:
@@ -68,8 +70,8 @@ def _fix_rope(module: nn.Module, spec: FixedRopeSpec) -> None:
 def _bare_forwards(base: PreTrainedModel, directory: Path) -> None:
     """Strip the decorators from the forwards of whole models.
 
-    They fill in defaults that the engine passes anyway and record outputs that it does not ask for; being closures, they
-    keep a compiled model from being saved.
+    They fill in defaults that the engine passes anyway and record outputs that it does not ask for; being closures,
+    they keep a compiled model from being saved.
     """
     for module in base.modules():
         if not isinstance(module, PreTrainedModel) or not hasattr(type(module).forward, "__wrapped__"):

@@ -1,8 +1,8 @@
 """What a `...ForCausalLM` does between the base model's output and its logits, read from its forward.
 
 The forward is traced with the base model and the head's linear as leaves. What comes before the linear is kept as a
-graph of its own, what comes after it too, and both are run as written: a multiplier, a soft cap or a norm cannot be lost
-because no list of config fields is consulted.
+graph of its own, what comes after it too, and both are run as written: a multiplier, a soft cap or a norm cannot be
+lost because no list of config fields is consulted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class HeadPlan:
     """The way from hidden states to logits.
 
     Attributes:
-        before: graph from hidden states [1, tokens, hidden] to the input of the head's linear, None if it is the identity.
-        after: graph from the linear's output to the logits, None if it is the identity or `soft_cap` and `scale` say it.
-        soft_cap: cap * tanh(logits / cap) is applied first; None for none.
+        before: graph from hidden states [1, tokens, hidden] to the input of the head's linear, None if it is the
+        identity. after: graph from the linear's output to the logits, None if it is the identity or `soft_cap` and
+        `scale` say it. soft_cap: cap * tanh(logits / cap) is applied first; None for none.
         scale: then logits are multiplied by it.
         modules: paths in the full model of the modules that `before` and `after` call.
     """
@@ -72,7 +72,9 @@ def plan_head(meta: MetaModel, observation: Observation) -> HeadPlan:
     entering = linear.args[0]
     assert isinstance(entering, fx.Node)
     before, after = _cut(meta, traced, start, entering), _cut(meta, traced, linear, logits)
-    modules = tuple({str(n.target) for g in (before, after) if g for n in g.nodes if n.op in ("call_module", "get_attr")})
+    modules = tuple(
+        {str(n.target) for g in (before, after) if g for n in g.nodes if n.op in ("call_module", "get_attr")}
+    )
     soft_cap, scale, plain = _read_scalars(after)
     return HeadPlan(before, None if plain else after, soft_cap, scale, modules)
 
@@ -80,7 +82,8 @@ def plan_head(meta: MetaModel, observation: Observation) -> HeadPlan:
 def _refusal(meta: MetaModel, found: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         "What the model does between its last layer and its logits cannot be read.",
-        where=f"{type(meta.model).__name__}.forward", found=found,
+        where=f"{type(meta.model).__name__}.forward",
+        found=found,
         needed="one linear over the base model's output, with operations around it",
     )
 
@@ -106,7 +109,8 @@ def _logits(output: Any) -> fx.Node | None:
 def _hidden_states(traced: Trace, base_path: str, observation: Observation) -> fx.Node | None:
     """The node of the base model's last hidden states: its first output.
 
-    Some classes call a part of the base model directly; that is the same where the base model returns what the part does.
+    Some classes call a part of the base model directly; that is the same where the base model returns what the part
+    does.
     """
     for node in traced.graph.nodes:
         path = str(node.target)
@@ -114,7 +118,8 @@ def _hidden_states(traced: Trace, base_path: str, observation: Observation) -> f
             inner = path.removeprefix(base_path).removeprefix(".")
             if _first(observation.outputs.get(inner)) is not _first(observation.outputs.get("")):
                 return None
-            return next((u for u in node.users if name_of(u) == "_getitem" and u.args[1] == 0), node)
+            firsts: list[fx.Node] = [u for u in node.users if name_of(u) == "_getitem" and u.args[1] == 0]
+            return firsts[0] if firsts else node
     return None
 
 
@@ -156,20 +161,25 @@ def _takes_all(node: fx.Node) -> bool:
     """Whether the node is x[:, 0:, :], which is how "all logits" is spelled."""
     if name_of(node) not in ("__getitem__", "getitem") or not isinstance(node.args[1], tuple):
         return False
-    return all(isinstance(i, slice) and i.start in (None, 0) and i.stop is None and i.step is None for i in node.args[1])
+    return all(
+        isinstance(i, slice) and i.start in (None, 0) and i.stop is None and i.step is None for i in node.args[1]
+    )
 
 
 def _read_scalars(graph: fx.Graph | None) -> tuple[float | None, float, bool]:
     """(soft cap, scale, whether these two say all), so that vLLM's own logits processor can do it."""
     if graph is None:
         return None, 1.0, True
-    node = next(n for n in graph.nodes if n.op == "output").args[0]
-    scale, cap, node = 1.0, None, through_casts(node)
+    last = next(n for n in graph.nodes if n.op == "output").args[0]
+    assert isinstance(last, fx.Node)
+    scale, cap, node = 1.0, None, through_casts(last)
     factor, node = _peel(node)
     while factor is not None and name_of(node) != "tanh":
         scale, (factor, node) = scale * factor, _peel(through_casts(node))
     if factor is not None and name_of(node) == "tanh":
-        inner, below = _peel(through_casts(node.args[0]))
+        under = node.args[0]
+        assert isinstance(under, fx.Node)
+        inner, below = _peel(through_casts(under))
         if inner is None or abs(inner * factor - 1.0) > 1e-6:
             return None, 1.0, False
         cap, node = factor, through_casts(below)

@@ -83,7 +83,8 @@ def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code
     kwargs: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
     try:
         auto = AutoModelForCausalLM if _has_causal_class(config) else AutoModel
-        return auto.from_config(**kwargs)  # type: ignore[no-any-return]
+        made: PreTrainedModel = auto.from_config(**kwargs)
+        return made
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"{type(config).__name__} does not build a model: {type(error).__name__}: {error}",
@@ -124,19 +125,40 @@ def check_config(config: PretrainedConfig) -> None:
     text = config.get_text_config()
     for name, value in _numbers(text.to_dict()):
         if isinstance(value, float) and not math.isfinite(value) and name.rsplit(".", 1)[-1] not in _MAY_BE_INFINITE:
-            raise ConfigError("A value of the config is not a number.", where=f"config.json: {name}", found=str(value),
-                              needed="a finite number", remedy="Download config.json again, or mend the value")
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-                 "intermediate_size", "vocab_size"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value <= 0:
-            raise ConfigError("A size of the config is not positive.", where=f"config.json: {name}", found=str(value),
-                              needed="1 or more", remedy="Mend the value in config.json")
+            raise ConfigError(
+                "A value of the config is not a number.",
+                where=f"config.json: {name}",
+                found=str(value),
+                needed="a finite number",
+                remedy="Download config.json again, or mend the value",
+            )
+    for name in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+    ):
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size <= 0:
+            raise ConfigError(
+                "A size of the config is not positive.",
+                where=f"config.json: {name}",
+                found=str(size),
+                needed="1 or more",
+                remedy="Mend the value in config.json",
+            )
     heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        raise ConfigError("Query heads do not divide into KV heads.", where="config.json: num_attention_heads",
-                          found=f"{heads} query heads, {kv_heads} KV heads", needed="a multiple",
-                          remedy="Mend the values in config.json")
+        raise ConfigError(
+            "Query heads do not divide into KV heads.",
+            where="config.json: num_attention_heads",
+            found=f"{heads} query heads, {kv_heads} KV heads",
+            needed="a multiple",
+            remedy="Mend the values in config.json",
+        )
 
 
 _MAY_BE_INFINITE = ("time_step_limit", "time_step_max", "attention_bias_cap")
@@ -159,9 +181,12 @@ def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:
     embedding = model.get_input_embeddings()
     paths = [name for name, module in model.named_modules() if module is embedding]
     if not paths:
-        raise UnsupportedModelError("The model names no input embedding.", where=type(model).__name__,
-                                    needed="get_input_embeddings() to return a module of the model",
-                                    remedy="Define get_input_embeddings in the modelling file")
+        raise UnsupportedModelError(
+            "The model names no input embedding.",
+            where=type(model).__name__,
+            needed="get_input_embeddings() to return a module of the model",
+            remedy="Define get_input_embeddings in the modelling file",
+        )
     head = model.get_output_embeddings() if base is not model else None
     if head is None and base is not model:
         head = _widest_linear_outside(model, base)

@@ -1,7 +1,7 @@
 """The classes that vLLM's registry names: one line each, mixins first and vLLM's Protocols last.
 
-The names are vLLM's own, which `ModelConfig.using_transformers_backend()` compares. Capability flags are read from these
-classes in a subprocess and cached by the content of this file alone, so they belong here.
+The names are vLLM's own, which `ModelConfig.using_transformers_backend()` compares. Capability flags are read from
+these classes in a subprocess and cached by the content of this file alone, so they belong here.
 """
 
 from __future__ import annotations

@@ -71,8 +71,9 @@ class Plan:
                 path = ".".join(part for part in (rewrite.qualname, claim) if part)
                 other = owners.setdefault((path, "" if claim != "attn" else "attn"), rewrite)
                 if other is not rewrite:
-                    raise PlanConflictError("Two rewrites claim one site.", where=path,
-                                            found=f"{other.fuser} and {rewrite.fuser}")
+                    raise PlanConflictError(
+                        "Two rewrites claim one site.", where=path, found=f"{other.fuser} and {rewrite.fuser}"
+                    )
 
     @cached_property
     def by_site(self) -> Mapping[str, tuple[Rewrite, ...]]:
@@ -114,7 +115,8 @@ def make_plan(meta: MetaModel, serving: ServingSpec, prover: Prover | None = Non
     if observation.problem:
         raise UnsupportedModelError(
             "The model does not run on meta tensors, so nothing about it can be known.",
-            where=type(base).__name__, found=observation.problem,
+            where=type(base).__name__,
+            found=observation.problem,
             remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",
         )
     planner = _Planner(meta, serving, observation)
@@ -124,7 +126,7 @@ def make_plan(meta: MetaModel, serving: ServingSpec, prover: Prover | None = Non
     plan = Plan(
         architecture=type(meta.model).__name__,
         rewrites=tuple(rewrites),
-        misses=tuple([*misses, *failed]),
+        misses=(*misses, *failed),
         head=plan_head(meta, observation) if meta.base_path else None,
         base_path=meta.base_path,
         embedding_path=meta.embedding_path,
@@ -154,24 +156,32 @@ def _check_attention(plan: Plan, observation: Observation, serving: ServingSpec)
     for path in observation.attention:
         if path not in served:
             reasons = [str(m) for m in plan.misses if m.qualname == path and m.fuser == "attention"]
-            raise UnsupportedModelError("The attention of a layer cannot be served faithfully.", where=path,
-                                        found="; ".join(reasons) or "no reason was given")
+            raise UnsupportedModelError(
+                "The attention of a layer cannot be served faithfully.",
+                where=path,
+                found="; ".join(reasons) or "no reason was given",
+            )
     if not served:
         raise UnsupportedModelError(
-            "No layer of the model calls Transformers' attention interface.", where=plan.architecture,
-            needed="attention through ALL_ATTENTION_FUNCTIONS", remedy="Use a version of the model that does",
+            "No layer of the model calls Transformers' attention interface.",
+            where=plan.architecture,
+            needed="attention through ALL_ATTENTION_FUNCTIONS",
+            remedy="Use a version of the model that does",
         )
     if serving.tp_size > 1:
         for path, spec in plan.attention:
             if not any(isinstance(s, QKVSpec) for r in plan.by_site[path] for _, s in r.children):
                 reasons = [str(m) for m in plan.misses if m.qualname == path]
                 raise UnsupportedModelError(
-                    "The heads of a layer cannot be shared out to tensor-parallel ranks.", where=path,
-                    found="; ".join(reasons), remedy="Serve it with --tensor-parallel-size 1",
+                    "The heads of a layer cannot be shared out to tensor-parallel ranks.",
+                    where=path,
+                    found="; ".join(reasons),
+                    remedy="Serve it with --tensor-parallel-size 1",
                 )
             if spec.num_heads % serving.tp_size:
                 raise UnsupportedModelError(
-                    "The query heads do not divide over the tensor-parallel ranks.", where=path,
+                    "The query heads do not divide over the tensor-parallel ranks.",
+                    where=path,
                     found=f"{spec.num_heads} heads, {serving.tp_size} ranks",
                     remedy="Choose a --tensor-parallel-size that divides the heads",
                 )
@@ -237,7 +247,7 @@ class _Planner:
 def tensor_parallel_styles(meta: MetaModel) -> dict[str, str]:
     """Style by module path relative to the base model, from the plan that the Transformers class carries."""
     raw = dict(getattr(meta.base, "_tp_plan", None) or {})
-    raw |= {k: v for k, v in (getattr(meta.base.config, "base_model_tp_plan", None) or {}).items()}
+    raw |= dict(getattr(meta.base.config, "base_model_tp_plan", None) or {})
     styles: dict[str, str] = {}
     patterns = [(_glob(pattern), _STYLES.get(style, REPLICATED)) for pattern, style in raw.items() if style]
     for path, module in meta.base.named_modules():

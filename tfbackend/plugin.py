@@ -1,4 +1,5 @@
-"""The entry point of vLLM's general plugins. Runs in every process of the engine: cheap, idempotent, touches no device."""
+"""The entry point of vLLM's general plugins. Runs in every process of the engine: cheap, idempotent, touches no
+device."""
 
 from __future__ import annotations
 
@@ -41,12 +42,20 @@ def check_versions(vllm_version: str, transformers_version: str) -> None:
     remedy = "Install a supported release, or set TFBACKEND_ANY_VLLM=1 to try this one"
     if _release(vllm_version) not in SUPPORTED_VLLM:
         supported = " or ".join(".".join(map(str, release)) for release in SUPPORTED_VLLM)
-        raise VersionError("This release of vLLM is not supported.", found=f"vLLM {vllm_version}",
-                           needed=f"vLLM {supported}", remedy=remedy)
+        raise VersionError(
+            "This release of vLLM is not supported.",
+            found=f"vLLM {vllm_version}",
+            needed=f"vLLM {supported}",
+            remedy=remedy,
+        )
     if _release(transformers_version) < SUPPORTED_TRANSFORMERS:
         least = ".".join(map(str, SUPPORTED_TRANSFORMERS))
-        raise VersionError("This release of Transformers is not supported.", found=f"Transformers {transformers_version}",
-                           needed=f"Transformers {least} or later", remedy=remedy)
+        raise VersionError(
+            "This release of Transformers is not supported.",
+            found=f"Transformers {transformers_version}",
+            needed=f"Transformers {least} or later",
+            remedy=remedy,
+        )
 
 
 def _release(text: str) -> tuple[int, int]:

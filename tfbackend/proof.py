@@ -1,9 +1,9 @@
 """Stage 3: each kind of rewrite is run against its original before it is used.
 
-Plain torch on both sides, float32, CPU, the same random weights and inputs. The site's own class runs with its own forward,
-and a twin of it runs with the rewritten forward and with `reference()` layers in place of the new children. Wide linears
-are stood in for by products of two narrow matrices of the true outer shapes: a rewrite moves whole linears about and never
-looks inside one, and a 70B layer is proven in milliseconds.
+Plain torch on both sides, float32, CPU, the same random weights and inputs. The site's own class runs with its own
+forward, and a twin of it runs with the rewritten forward and with `reference()` layers in place of the new children.
+Wide linears are stood in for by products of two narrow matrices of the true outer shapes: a rewrite moves whole
+linears about and never looks inside one, and a 70B layer is proven in milliseconds.
 
 What a passed proof says: on these inputs both agree to rounding. What it does not say: that vLLM's kernels are right.
 """
@@ -86,13 +86,16 @@ class Prover:
             if not problem:
                 good += group
                 continue
-            failed += [Miss(r.fuser, path, f"not used, its proof failed: {problem}", site.place()) for r in group
-                       if r.fuser != "attention"]
+            failed += [
+                Miss(r.fuser, path, f"not used, its proof failed: {problem}", site.place())
+                for r in group
+                if r.fuser != "attention"
+            ]
             good += [r for r in group if r.fuser == "attention"]
         return good, failed, unproven
 
     def _verdict(self, site: Site, group: Sequence[Rewrite], deadline: float) -> str | None:
-        """"" where proven, a problem where not, None where time ran out."""
+        """ "" where proven, a problem where not, None where time ran out."""
         if all(_needs_no_proof(rewrite) for rewrite in group):
             return ""
         key = _key(site, group)
@@ -123,37 +126,66 @@ class Prover:
 
 
 def _needs_no_proof(rewrite: Rewrite) -> bool:
-    """A linear for a linear, frequencies that are only held still, and an attention layer behind an unchanged call, have no two sides to compare."""
+    """A linear for a linear, frequencies that are only held still, and an attention layer behind an unchanged call,
+    have no two sides to compare."""
     if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec)):
         return True
     return rewrite.fuser == "attention"
 
 
 def _content(rewrite: Rewrite) -> tuple[Any, ...]:
-    return rewrite.fuser, rewrite.layer, rewrite.children, rewrite.edits, rewrite.weights, rewrite.attributes, rewrite.styles
+    return (
+        rewrite.fuser,
+        rewrite.layer,
+        rewrite.children,
+        rewrite.edits,
+        rewrite.weights,
+        rewrite.attributes,
+        rewrite.styles,
+    )
 
 
 def _key(site: Site, group: Sequence[Rewrite]) -> str:
     try:
-        sources = [inspect.getsource(cls) for cls in {type(m) for m in site.module.modules()} if cls.__module__ != "builtins"]
+        sources = [
+            inspect.getsource(cls) for cls in {type(m) for m in site.module.modules()} if cls.__module__ != "builtins"
+        ]
     except (OSError, TypeError):
         sources = [site.qualname]
     shapes = [(name, tuple(p.shape)) for name, p in site.module.named_parameters()]
     call = site.observation.calls.get(site.kind.first, [])[:1]
-    parts = [sorted(sources), shapes, [_content(r) for r in group], _outline(call), TOLERANCE, WIDE, RANK, __version__,
-             torch.__version__, transformers.__version__, inspect.getsource(inspect.getmodule(prove) or prove)]
+    parts = [
+        sorted(sources),
+        shapes,
+        [_content(r) for r in group],
+        _outline(call),
+        TOLERANCE,
+        WIDE,
+        RANK,
+        __version__,
+        torch.__version__,
+        transformers.__version__,
+        inspect.getsource(inspect.getmodule(prove) or prove),
+    ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _outline(value: Any) -> Any:
     def outline(x: Any) -> Any:
-        return tuple(x.shape) if isinstance(x, torch.Tensor) else x if isinstance(x, (int, float, str, bool)) else str(type(x))
+        return (
+            tuple(x.shape)
+            if isinstance(x, torch.Tensor)
+            else x
+            if isinstance(x, (int, float, str, bool))
+            else str(type(x))
+        )
 
     return tree_map(outline, value)
 
 
 def prove(site: Site, group: Sequence[Rewrite]) -> str:
-    """Run the site's original and its rewritten form on the same random inputs; "" if they agree, else what is wrong."""
+    """Run the site's original and its rewritten form on the same random inputs; "" if they agree, else what is
+    wrong."""
     calls = site.observation.calls.get(site.kind.first)
     if not calls:
         return "the model did not call it in the observed run, so it has no inputs to be proven with"
@@ -213,7 +245,7 @@ class _LowRank(nn.Linear):
         self.narrow = nn.Parameter(torch.randn(RANK, like.in_features, generator=generator) * like.in_features**-0.5)
         self.wide = nn.Parameter(torch.randn(like.out_features, RANK, generator=generator))
         bias = torch.randn(like.out_features, generator=generator) if like.bias is not None else None
-        self.bias = nn.Parameter(bias) if bias is not None else None  # type: ignore[assignment]
+        self.bias = nn.Parameter(bias) if bias is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(x, self.narrow), self.wide, self.bias)
@@ -297,7 +329,7 @@ class _Reference:
         text = apply_edits(source.text, edits)
         scope: dict[str, Any] = {}
         code = compile("from __future__ import annotations\n" + text, f"<proof of {self.site.qualname}>", "exec")
-        exec(code, {**source.function.__globals__}, scope)  # noqa: S102
+        exec(code, {**source.function.__globals__}, scope)
         return scope[source.name]
 
 

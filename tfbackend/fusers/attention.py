@@ -2,8 +2,8 @@
 
     attention_interface(self, q, k, v, mask, scaling=self.scaling, softcap=..., s_aux=self.sinks)
 
-The forward stays as it is: the interface calls `self.attn`. Heads, scale, soft cap and sinks are read from the call that
-the model makes; the window is read from what the mask hides. A keyword that changes the result and has no place in
+The forward stays as it is: the interface calls `self.attn`. Heads, scale, soft cap and sinks are read from the call
+that the model makes; the window is read from what the mask hides. A keyword that changes the result and has no place in
 AttentionSpec is a Miss.
 """
 

@@ -1,8 +1,8 @@
 """The contract of a fuser, and the frozen answers it gives.
 
 A fuser is asked twice. `match` sees one site of every kind (class, children, shapes) and says whether the class has the
-pattern; `rewrite` sees each instance of that kind and fills in its numbers. Both answer with a value or with a Miss that
-says why not and where; nothing answers a bare None.
+pattern; `rewrite` sees each instance of that kind and fills in its numbers. Both answer with a value or with a Miss
+that says why not and where; nothing answers a bare None.
 """
 
 from __future__ import annotations

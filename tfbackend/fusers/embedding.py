@@ -1,6 +1,6 @@
 """The vocabulary embedding, scaled or not -> a vocabulary-parallel table.
 
-    class ScaledEmbedding(nn.Embedding): forward = super().forward(ids) * self.embed_scale
+class ScaledEmbedding(nn.Embedding): forward = super().forward(ids) * self.embed_scale
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ class EmbeddingFuser:
         scale = 1.0 if type(module) is nn.Embedding else self._scale(site)
         if isinstance(scale, str):
             return Miss(self.name, site.qualname, scale, site.place())
-        return Match({"spec": EmbeddingSpec(module.num_embeddings, module.embedding_dim, scale)}, claims=frozenset({""}))
+        return Match(
+            {"spec": EmbeddingSpec(module.num_embeddings, module.embedding_dim, scale)}, claims=frozenset({""})
+        )
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
         spec = match.roles["spec"]
-        return Rewrite(site.qualname, self.name, f"{type(site.module).__name__}: {spec}", layer=spec, claims=match.claims)
+        return Rewrite(
+            site.qualname, self.name, f"{type(site.module).__name__}: {spec}", layer=spec, claims=match.claims
+        )
 
     def _scale(self, site: Site) -> float | str:
         """The number that rows are multiplied by, as the traced forward does it."""

@@ -1,8 +1,8 @@
 """A rotary embedding that rescales with the longest position of each call -> the same with its frequencies held still.
 
-A batch holds requests of many lengths and their keys stay in the cache, so "the length of this call" has no meaning in an
-engine, and looking at it cannot be compiled. Where no context within max_model_len can make it rescale, holding it still
-changes nothing; where one can, the frequencies are those of max_model_len, and the plan says that results differ.
+A batch holds requests of many lengths and their keys stay in the cache, so "the length of this call" has no meaning in
+an engine, and looking at it cannot be compiled. Where no context within max_model_len can make it rescale, holding it
+still changes nothing; where one can, the frequencies are those of max_model_len, and the plan says that results differ.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A gated linear unit -> one merged projection and one activation-and-multiply.
 
-    self.act_fn(self.gate_proj(x)) * self.up_proj(x)        ->    self.act_and_mul((tfb_gate_up := self.gate_up_proj(x)))
+    self.act_fn(self.gate_proj(x)) * self.up_proj(x)        ->    self.act_and_mul((tfb_gate_up :=
+    self.gate_up_proj(x)))
 
 Packed gates (`gate, up = self.gate_up_proj(x).chunk(2, dim=-1)`) keep their linear. The activation is known by the
 values it gives, see `layerspecs.activation_name`.
@@ -132,7 +133,8 @@ class GLUFuser:
             module = linear(site, name)
             half = module.out_features // 2
             spec = MergedLinearSpec(module.in_features, (half, half), roles["bias"])
-            removed, merged = (name,), name
+            removed: tuple[str, ...] = (name,)
+            merged = name
             weights: tuple[WeightEntry, ...] = (WeightEntry(name, name),)
         else:
             gate, up, merged = linear(site, roles["gate"]), linear(site, roles["up"]), roles["merged"]
@@ -161,7 +163,7 @@ def _activation(site: Site, node: fx.Node) -> tuple[str, fx.Node] | None:
     assert isinstance(before, fx.Node)
     if node.op == "call_module":
         child = site.child(str(node.target))
-        if list(child.parameters()) or list(child.buffers()) or len(node.args) != 1:
+        if [*child.named_parameters(), *child.named_buffers()] or len(node.args) != 1:
             return None
         name = activation_name(child)
     elif node.op == "call_function" and callable(node.target):
@@ -185,7 +187,7 @@ def _is_half(node: object, index: int) -> bool:
     dim = chunk.kwargs.get("dim", chunk.args[2] if len(chunk.args) > 2 else 0)
     parts = chunk.kwargs.get("chunks", chunk.args[1] if len(chunk.args) > 1 else None)
     rank = len(chunk.meta["val"][0].shape)
-    return parts == 2 and dim in (-1, rank - 1)
+    return bool(parts == 2 and dim in (-1, rank - 1))
 
 
 def _product_span(site: Site, product: fx.Node) -> tuple[int, int] | str:
@@ -199,5 +201,3 @@ def _product_span(site: Site, product: fx.Node) -> tuple[int, int] | str:
     if not isinstance(expression, ast.BinOp) or not isinstance(expression.op, ast.Mult):
         return "the product is not written as a * b"
     return source.offsets(expression)
-
-

@@ -17,7 +17,9 @@ class LinearFuser:
         if not isinstance(site.module, nn.Linear):
             return Miss(self.name, site.qualname, "not a linear", near=False)
         if type(site.module) is not nn.Linear:
-            return Miss(self.name, site.qualname, f"{type(site.module).__name__} changes what nn.Linear does", site.place())
+            return Miss(
+                self.name, site.qualname, f"{type(site.module).__name__} changes what nn.Linear does", site.place()
+            )
         return Match({}, claims=frozenset({""}))
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:

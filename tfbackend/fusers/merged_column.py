@@ -67,5 +67,3 @@ class MergedColumnFuser:
             claims=match.claims,
             captured=tuple((str(index), child) for index, child in enumerate(children)),
         )
-
-

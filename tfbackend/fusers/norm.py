@@ -43,7 +43,9 @@ class NormFuser:
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
         spec = match.roles["spec"]
-        return Rewrite(site.qualname, self.name, f"{type(site.module).__name__}: {spec}", layer=spec, claims=match.claims)
+        return Rewrite(
+            site.qualname, self.name, f"{type(site.module).__name__}: {spec}", layer=spec, claims=match.claims
+        )
 
     def _read(self, site: Site, names: Sequence[str]) -> NormSpec | str:
         trace, module = site.trace, site.module
@@ -72,8 +74,11 @@ def _state_problem(module: nn.Module, size: int) -> str:
 
 def _read_fused(graph: fx.Graph, kind: str, size: int, names: Sequence[str]) -> NormSpec | str:
     node = next(n for n in graph.nodes if name_of(n) == kind)
-    slots = ("input", "normalized_shape", "weight", "eps") if kind == "rms_norm" else (
-        "input", "normalized_shape", "weight", "bias", "eps")
+    slots = (
+        ("input", "normalized_shape", "weight", "eps")
+        if kind == "rms_norm"
+        else ("input", "normalized_shape", "weight", "bias", "eps")
+    )
     given = dict(zip(slots, node.args, strict=False)) | dict(node.kwargs)
     if tuple(given["normalized_shape"]) != (size,):
         return f"normalises over {given['normalized_shape']}"
@@ -102,7 +107,9 @@ def _read_spelled(graph: fx.Graph, module: nn.Module, size: int, names: Sequence
     if name_of(under) not in ("add", "__add__", "__radd__") or len(numbers) != 1:
         return "what stands under its root is not mean + eps"
     means = [n for n in graph.nodes if name_of(n) in ("mean", "var")]
-    if any(n.args[1:2] not in ((-1,), ([-1],), ((-1,),)) and n.kwargs.get("dim") not in (-1, [-1], (-1,)) for n in means):
+    if any(
+        n.args[1:2] not in ((-1,), ([-1],), ((-1,),)) and n.kwargs.get("dim") not in (-1, [-1], (-1,)) for n in means
+    ):
         return "takes its mean over another dimension than the last"
     centred = any(name in ("sub", "__sub__", "var") for name in names)
     weight = "none"

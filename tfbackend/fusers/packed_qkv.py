@@ -92,8 +92,9 @@ class PackedQKVFuser:
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
         call, packed = site.observation.attention[site.qualname][0], match.roles["packed"]
         module = linear(site, packed)
-        spec = QKVSpec(module.in_features, call.query[3], call.value[3], call.query[1], call.key[1],
-                       module.bias is not None)
+        spec = QKVSpec(
+            module.in_features, call.query[3], call.value[3], call.query[1], call.key[1], module.bias is not None
+        )
         return Rewrite(
             qualname=site.qualname,
             fuser=self.name,
@@ -119,7 +120,7 @@ def _row_numbers(graph: fx.Graph, start: fx.Node) -> dict[fx.Node, torch.Tensor]
         if not any(i in env for i in node.all_input_nodes) or not all(i in env for i in node.all_input_nodes):
             continue
         args, kwargs = tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, (node.args, node.kwargs))
-        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        env[node] = node.target(*args, **kwargs)
     return {node: value for node, value in env.items() if isinstance(value, torch.Tensor)}
 
 

@@ -78,7 +78,8 @@ def attention_interface(
     if _recorders:
         return _recorders[-1](module, query, key, value, attention_mask, **keywords), None
     tokens, heads = query.shape[2], query.shape[1]
-    output = module.attn(
+    attn: Any = module.attn
+    output = attn(
         query.transpose(1, 2).reshape(tokens, -1),
         key.transpose(1, 2).reshape(tokens, -1),
         value.transpose(1, 2).reshape(tokens, -1),
@@ -111,7 +112,7 @@ def mask_window(function: Callable[..., Any]) -> MaskWindow:
     if sees(-1) or not sees(0):
         raise UnsupportedModelError("A mask is not causal.", found="a token sees the one after it, or not itself")
     if sees(q):
-        probes = [*range(0, 64), *(1 << n for n in range(6, 21))]
+        probes = [*range(64), *(1 << n for n in range(6, 21))]
         if not all(sees(d) for d in probes):
             raise UnsupportedModelError("A mask has holes.", found="distant tokens are seen and nearer ones are not")
         return MaskWindow(None)
@@ -121,8 +122,9 @@ def mask_window(function: Callable[..., Any]) -> MaskWindow:
         low, high = (middle, high) if sees(middle) else (low, middle)
     steady = all(_window_at(function, at) == high for at in (q + 1, q + 12345))
     if not steady:
-        raise UnsupportedModelError("A mask is neither causal nor a sliding window.",
-                                    found="how far a token sees depends on its position")
+        raise UnsupportedModelError(
+            "A mask is neither causal nor a sliding window.", found="how far a token sees depends on its position"
+        )
     return MaskWindow(high)
 
 
@@ -138,7 +140,9 @@ def _window_at(function: Callable[..., Any], q: int) -> int:
 _windows: dict[int, tuple[torch.Tensor, MaskWindow | str]] = {}
 
 
-def _tagged_mask(*args: Any, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any) -> torch.Tensor:
+def _tagged_mask(
+    *args: Any, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any
+) -> torch.Tensor:
     mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
     try:
         _windows[id(mask)] = (mask, mask_window(mask_function))
@@ -183,7 +187,12 @@ def observe(base: nn.Module) -> Observation:
     paths = {id(module): path for path, module in base.named_modules()}
 
     def record(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **keywords: Any
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any = None,
+        **keywords: Any,
     ) -> torch.Tensor:
         window, problem = _read_mask(mask)
         call = AttentionCall(query.shape, key.shape, value.shape, window, problem, keywords)
@@ -242,7 +251,7 @@ def _calls_into(seen: Observation, paths: dict[int, str]) -> Iterator[None]:
             seen.outputs[path] = output
         return output
 
-    nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
+    nn.Module.__call__ = call  # type: ignore[method-assign]
     try:
         yield
     finally:

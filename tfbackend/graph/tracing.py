@@ -212,7 +212,16 @@ def _is_data(result: Any) -> bool:
 
 
 def _is_identity(func: Any) -> bool:
-    return getattr(func, "__name__", "") in ("contiguous", "to", "float", "type_as", "expand", "dropout", "type", "reshape")
+    return getattr(func, "__name__", "") in (
+        "contiguous",
+        "to",
+        "float",
+        "type_as",
+        "expand",
+        "dropout",
+        "type",
+        "reshape",
+    )
 
 
 @contextmanager
@@ -231,7 +240,7 @@ def _patched_calls(recorder: _Recorder) -> Iterator[None]:
         recorder.add("call_module", path, args, kwargs, result)
         return result
 
-    nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
+    nn.Module.__call__ = call  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
-from tfbackend.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -49,54 +49,84 @@ def build_layer(spec: LayerSpec, prefix: str, context: BuildContext, site: nn.Mo
 
 
 def _linear(spec: LinearSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    classes: dict[str, tuple[Any, dict[str, Any]]] = {
-        COLWISE: (ColumnParallelLinear, {}),
-        COLWISE_GATHER: (ColumnParallelLinear, {"gather_output": True}),
-        ROWWISE: (RowParallelLinear, {}),
-        ROWWISE_SPLIT: (RowParallelLinear, {"input_is_parallel": False}),
-        REPLICATED: (ReplicatedLinear, {}),
-    }
-    cls, extra = classes[spec.style]
+    cls, extra = _LINEAR_CLASSES[spec.style]
     made: nn.Module = cls(
-        spec.in_features, spec.out_features, bias=spec.bias, params_dtype=context.dtype,
-        quant_config=context.quant_config, prefix=prefix, return_bias=False, **extra,
+        spec.in_features, spec.out_features, bias=spec.bias, **extra, **_linear_keywords(prefix, context)
     )
     return made
 
 
+_LINEAR_CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    COLWISE: (ColumnParallelLinear, {}),
+    COLWISE_GATHER: (ColumnParallelLinear, {"gather_output": True}),
+    ROWWISE: (RowParallelLinear, {}),
+    ROWWISE_SPLIT: (RowParallelLinear, {"input_is_parallel": False}),
+    REPLICATED: (ReplicatedLinear, {}),
+}
+
+
+def _linear_keywords(prefix: str, context: BuildContext) -> dict[str, Any]:
+    return {
+        "params_dtype": context.dtype,
+        "quant_config": context.quant_config,
+        "prefix": prefix,
+        "return_bias": False,
+    }
+
+
 def _merged(spec: MergedLinearSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    return MergedColumnParallelLinear(
-        spec.in_features, list(spec.out_features), bias=spec.bias, params_dtype=context.dtype,
-        quant_config=context.quant_config, prefix=prefix, return_bias=False,
-    )
+    assert spec.style == COLWISE, spec
+    keywords = _linear_keywords(prefix, context)
+    made: nn.Module = MergedColumnParallelLinear(spec.in_features, [*spec.out_features], bias=spec.bias, **keywords)
+    return made
 
 
 def _qkv(spec: QKVSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    return QKVParallelLinear(
-        spec.in_features, spec.head_dim, spec.num_heads, spec.num_kv_heads, bias=spec.bias, params_dtype=context.dtype,
-        quant_config=context.quant_config, prefix=prefix, return_bias=False, v_head_size=spec.v_head_dim,
+    made: nn.Module = QKVParallelLinear(
+        spec.in_features,
+        spec.head_dim,
+        spec.num_heads,
+        spec.num_kv_heads,
+        bias=spec.bias,
+        v_head_size=spec.v_head_dim,
+        **_linear_keywords(prefix, context),
     )
+    return made
 
 
 def _norm(spec: NormSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    made: nn.Module
     if spec.kind == "layer":
-        return LayerNorm(spec.size, spec.eps, spec.weight != "none", spec.bias, dtype=context.dtype)
+        cls = ZeroCentredLayerNorm if spec.weight == "zero_centred" else LayerNorm
+        made = cls(spec.size, spec.eps, spec.weight != "none", spec.bias, dtype=context.dtype)
+        return made
+    assert not spec.bias, spec
     if spec.weight == "zero_centred":
-        return ZeroCentredRMSNorm(spec.size, spec.eps)
-    return RMSNorm(spec.size, spec.eps, has_weight=spec.weight != "none", dtype=context.dtype)
+        made = ZeroCentredRMSNorm(spec.size, spec.eps)
+    else:
+        made = RMSNorm(spec.size, spec.eps, has_weight=spec.weight != "none", dtype=context.dtype)
+    return made
 
 
 def _act_mul(spec: ActMulSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    if spec.activation == "silu":
-        return SiluAndMul()
-    return GeluAndMul(approximate="tanh" if spec.activation == "gelu_tanh" else "none")
+    made: nn.Module = _ACT_MULS[spec.activation]()
+    return made
+
+
+_ACT_MULS: dict[str, Callable[[], Any]] = {
+    "silu": SiluAndMul,
+    "gelu": GeluAndMul,
+    "gelu_tanh": lambda: GeluAndMul(approximate="tanh"),
+}
 
 
 def _embedding(spec: EmbeddingSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    cls = VocabParallelEmbedding if spec.scale == 1.0 else ScaledVocabParallelEmbedding
-    made = cls(spec.num_embeddings, spec.dim, params_dtype=context.dtype, quant_config=context.quant_config,
-               prefix=prefix)
-    if isinstance(made, ScaledVocabParallelEmbedding):
+    keywords = {"params_dtype": context.dtype, "quant_config": context.quant_config, "prefix": prefix}
+    made: nn.Module
+    if spec.scale == 1.0:
+        made = VocabParallelEmbedding(spec.num_embeddings, spec.dim, **keywords)
+    else:
+        made = ScaledVocabParallelEmbedding(spec.num_embeddings, spec.dim, **keywords)
         made.scale = spec.scale
     return made
 
@@ -105,12 +135,19 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
     extra: dict[str, Any] = {}
     if spec.sinks is not None:
         extra["sinks"] = getattr(site, spec.sinks)
-    return Attention(
-        spec.num_heads // context.tp_size, spec.head_dim, spec.scale,
+    made: nn.Module = Attention(
+        spec.num_heads // context.tp_size,
+        spec.head_dim,
+        spec.scale,
         num_kv_heads=max(1, spec.num_kv_heads // context.tp_size),
-        cache_config=context.cache_config, quant_config=context.quant_config, logits_soft_cap=spec.soft_cap,
-        per_layer_sliding_window=spec.window, prefix=prefix, **extra,
+        cache_config=context.cache_config,
+        quant_config=context.quant_config,
+        logits_soft_cap=spec.soft_cap,
+        per_layer_sliding_window=spec.window,
+        prefix=prefix,
+        **extra,
     )
+    return made
 
 
 _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
@@ -131,5 +168,3 @@ def local_sizes(spec: LayerSpec, tp_size: int) -> tuple[int, ...]:
         return spec.num_heads // tp_size * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.v_head_dim
     assert isinstance(spec, MergedLinearSpec)
     return tuple(width // tp_size for width in spec.out_features)
-
-

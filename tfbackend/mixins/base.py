@@ -78,7 +78,10 @@ class Base(nn.Module):
             return
         self.report_path = write_report(adapt.cache_directory() / "reports", self.plan)
         logger.info(
-            "tfbackend %s serves %s: %s; report: %s", __version__, self.plan.architecture, self.plan.summary,
+            "tfbackend %s serves %s: %s; report: %s",
+            __version__,
+            self.plan.architecture,
+            self.plan.summary,
             self.report_path,
         )
 
@@ -95,7 +98,8 @@ class Base(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """input_ids [tokens] or inputs_embeds [tokens, hidden], positions [tokens] -> hidden states [tokens, hidden]."""
+        """input_ids [tokens] or inputs_embeds [tokens, hidden], positions [tokens] -> hidden states [tokens,
+        hidden]."""
         hidden: torch.Tensor = self._decoder[0](input_ids, positions, inputs_embeds)
         return hidden
 

@@ -30,8 +30,12 @@ class CausalMixin(Base):
         assert isinstance(linear, nn.Linear)
         name = f"{prefix}.lm_head" if prefix else "lm_head"
         self.lm_head = ParallelLMHead(
-            linear.out_features, linear.in_features, bias=linear.bias is not None, params_dtype=self.context.dtype,
-            quant_config=self.quant_config, prefix=name,
+            linear.out_features,
+            linear.in_features,
+            bias=linear.bias is not None,
+            params_dtype=self.context.dtype,
+            quant_config=self.quant_config,
+            prefix=name,
         )
         if self.plan.tied:
             self._tie(built)
@@ -44,8 +48,10 @@ class CausalMixin(Base):
         table = self.model.get_input_embeddings()
         if not isinstance(table, VocabParallelEmbedding):
             raise UnsupportedModelError(
-                "The head shares the table of an embedding that could not be replaced.", where=built.embedding_path,
-                found=type(table).__name__, needed="an embedding that the embedding fuser takes",
+                "The head shares the table of an embedding that could not be replaced.",
+                where=built.embedding_path,
+                found=type(table).__name__,
+                needed="an embedding that the embedding fuser takes",
             )
         self.lm_head = self.lm_head.tie_weights(table)
 

@@ -17,6 +17,8 @@ class Decoder(nn.Module):
     It does not own the base model, so that parameters have one name only.
     """
 
+    base: nn.Module
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.keywords: dict[str, Any] = {}

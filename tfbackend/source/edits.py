@@ -28,8 +28,11 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     for edit in sorted(edits):
         if edit.start < at:
             assert last is not None
-            raise PlanConflictError("Two rewrites edit the same expression.", found=f"{last.by} and {edit.by}",
-                                    where=text[edit.start : edit.end])
+            raise PlanConflictError(
+                "Two rewrites edit the same expression.",
+                found=f"{last.by} and {edit.by}",
+                where=text[edit.start : edit.end],
+            )
         pieces += [text[at : edit.start], edit.text]
         at, last = edit.end, edit
     return "".join([*pieces, text[at:]])
