@@ -61,9 +61,13 @@ def main() -> int:
 
 
 def fingerprint() -> str:
-    """Changes whenever what has to be installed may have."""
-    content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
-    return hashlib.sha256(content).hexdigest()
+    """Changes whenever what has to be installed may have; the settings of ruff and its like do not count.
+
+    An update in place has the packages of MAYBE_BROKEN installed for half a minute, so it must not come for nothing.
+    """
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("\n[tool.")[0]
+    content = "\n".join([metadata, EXTRAS, CHECKPOINT_PACKAGE, *MAYBE_BROKEN])
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def is_current() -> bool:

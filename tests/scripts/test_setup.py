@@ -13,7 +13,7 @@ def setup(load_script, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(module, "PYTHON", tmp_path / ".venv" / "bin" / "python")
     monkeypatch.setattr(module, "STAMP", tmp_path / ".venv" / ".tfbackend-setup")
-    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "pyproject.toml").write_text("[project]\n\n[tool.ruff]\n")
     module.done = []
 
     def make_venv():
@@ -57,6 +57,14 @@ def test_a_changed_pyproject_is_installed_again(setup):
     setup.done.clear()
     assert setup.main() == 0
     assert "install" in setup.done
+
+
+def test_a_changed_setting_of_a_tool_installs_nothing(setup):
+    setup.main()
+    (setup.ROOT / "pyproject.toml").write_text("[project]\n\n[tool.ruff]\nline-length = 100\n")
+    setup.done.clear()
+    assert setup.main() == 0
+    assert setup.done == []
 
 
 @pytest.mark.parametrize("step", ["install", "remove_broken", "check_imports"])
