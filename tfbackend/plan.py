@@ -110,6 +110,20 @@ def make_plan(meta: MetaModel, serving: ServingSpec, prover: Prover | None = Non
     Raises:
         UnsupportedModelError: the model's attention cannot be served faithfully, or its head cannot be read.
     """
+    plan, refusals = draft_plan(meta, serving, prover)
+    if refusals:
+        raise refusals[0]
+    return plan
+
+
+def draft_plan(
+    meta: MetaModel, serving: ServingSpec, prover: Prover | None = None
+) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
+    """The plan as far as it goes, and each reason why the model may not be served with it: what `inspect` shows.
+
+    Raises:
+        UnsupportedModelError: the model does not run on meta tensors, so there is nothing to plan.
+    """
     base = meta.base
     observation = observe(base)
     if observation.problem:
@@ -123,11 +137,12 @@ def make_plan(meta: MetaModel, serving: ServingSpec, prover: Prover | None = Non
     rewrites, misses = planner.collect()
     prover = prover or Prover()
     rewrites, failed, unproven = prover.check(planner.sites, rewrites)
+    head, refusals = _head(meta, observation)
     plan = Plan(
         architecture=type(meta.model).__name__,
         rewrites=tuple(rewrites),
         misses=(*misses, *failed),
-        head=plan_head(meta, observation) if meta.base_path else None,
+        head=head,
         base_path=meta.base_path,
         embedding_path=meta.embedding_path,
         head_path=meta.head_path,
@@ -136,8 +151,15 @@ def make_plan(meta: MetaModel, serving: ServingSpec, prover: Prover | None = Non
         unproven=tuple(unproven),
         proofs=prover.counts,
     )
-    _check_attention(plan, observation, serving)
-    return replace(plan, forwards=_forwards(plan, planner.sites))
+    refusals += _attention_refusals(plan, observation, serving)
+    return replace(plan, forwards=_forwards(plan, planner.sites)), tuple(refusals)
+
+
+def _head(meta: MetaModel, observation: Observation) -> tuple[HeadPlan | None, list[UnsupportedModelError]]:
+    try:
+        return (plan_head(meta, observation) if meta.base_path else None), []
+    except UnsupportedModelError as error:
+        return None, [error]
 
 
 def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
@@ -151,18 +173,18 @@ def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
     return texts
 
 
-def _check_attention(plan: Plan, observation: Observation, serving: ServingSpec) -> None:
+def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSpec) -> Iterator[UnsupportedModelError]:
     served = {path for path, _ in plan.attention}
     for path in observation.attention:
         if path not in served:
             reasons = [str(m) for m in plan.misses if m.qualname == path and m.fuser == "attention"]
-            raise UnsupportedModelError(
+            yield UnsupportedModelError(
                 "The attention of a layer cannot be served faithfully.",
                 where=path,
                 found="; ".join(reasons) or "no reason was given",
             )
-    if not served:
-        raise UnsupportedModelError(
+    if not observation.attention:
+        yield UnsupportedModelError(
             "No layer of the model calls Transformers' attention interface.",
             where=plan.architecture,
             needed="attention through ALL_ATTENTION_FUNCTIONS",
@@ -172,14 +194,14 @@ def _check_attention(plan: Plan, observation: Observation, serving: ServingSpec)
         for path, spec in plan.attention:
             if not any(isinstance(s, QKVSpec) for r in plan.by_site[path] for _, s in r.children):
                 reasons = [str(m) for m in plan.misses if m.qualname == path]
-                raise UnsupportedModelError(
+                yield UnsupportedModelError(
                     "The heads of a layer cannot be shared out to tensor-parallel ranks.",
                     where=path,
                     found="; ".join(reasons),
                     remedy="Serve it with --tensor-parallel-size 1",
                 )
             if spec.num_heads % serving.tp_size:
-                raise UnsupportedModelError(
+                yield UnsupportedModelError(
                     "The query heads do not divide over the tensor-parallel ranks.",
                     where=path,
                     found=f"{spec.num_heads} heads, {serving.tp_size} ranks",

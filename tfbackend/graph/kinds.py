@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ def _outline(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
+@lru_cache(maxsize=1024)
 def _branches_on_layer_number(cls: type[nn.Module]) -> bool:
     """Whether a forward does more with its layer number than to hand it to the cache."""
     try:
