@@ -397,6 +397,13 @@ def test_packed_weight_is_required_and_its_scales_may_have_defaults(quantized):
     load(root, weight_map, {n: t for n, t in tensors.items() if not n.endswith("scales")}.items(), quantized=True)
 
 
+def test_bias_of_a_quantized_layer_is_required(quantized):
+    root, weight_map, tensors = quantized
+    del tensors["model.layers.0.self_attn.k_proj.bias"]
+    with pytest.raises(MissingTensorError, match=r"qkv_proj.bias \(shard k\)"):
+        load(root, weight_map, tensors.items(), quantized=True)
+
+
 def test_quantized_tensor_of_an_unquantized_layer_is_unexpected(quantized):
     root, weight_map, tensors = quantized
     tensors["model.layers.1.self_attn.q_proj.scales"] = torch.zeros(64)
