@@ -435,6 +435,7 @@ def test_cache_scales_reach_the_attention_layer(quantized, name):
     attention.quant_method = Fake()
     attention.k_scale, attention.v_scale = (nn.Parameter(torch.tensor(-1.0), requires_grad=False) for _ in range(2))
     root.model.layers[0].self_attn.attn = attention
+    load(root, weight_map, tensors.items(), quantized=True)  # they have defaults
     load(root, weight_map, [*tensors.items(), (f"model.layers.0.{name}", torch.tensor(0.5))], quantized=True)
     assert attention.k_scale.item() == 0.5
     assert attention.v_scale.item() == -1.0
