@@ -1,5 +1,7 @@
 """The engine's features on top of our models; expected values are Transformers', as everywhere."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.serve import probes
@@ -64,9 +66,9 @@ def test_compiled(harness: Harness, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_two_tensor_parallel_ranks(harness: Harness, name: str) -> None:
-    served = _serve(
-        harness, name, make_prompts(), engine_args={"tensor_parallel_size": 2}, inspect=probes.parameter_count
-    )
-    one_rank = _serve(harness, name, make_prompts(), inspect=probes.parameter_count)
+    """vLLM spawns the ranks, which import everything anew: hence the time."""
+    args = {"tensor_parallel_size": 2}
+    served = _serve(harness, name, make_prompts(), engine_args=args, inspect=probes.parameter_count, timeout=280)
+    whole = (Path(harness.checkpoint(name)) / "model.safetensors").stat().st_size / 4  # float32
     assert len(served.inspected) == 2
-    assert max(served.inspected) < 0.6 * one_rank.inspected[0], "the ranks hold whole matrices"
+    assert max(served.inspected) < 0.6 * whole, "the ranks hold whole matrices"
