@@ -25,4 +25,4 @@ check: setup
 	$(PY) -m mypy
 
 bench: checkpoint
-	$(PY) bench/cpu.py
+	$(PY) -m bench.cpu

@@ -1,0 +1,128 @@
+"""Tokens per second on the CPU: tfbackend, vLLM's own Transformers backend and its hand-written Llama, alternating.
+
+    python -m bench.cpu [--model DIR] [--rounds N] [--modes eager compiled] [--contestants tfbackend in-tree native]
+
+Timings on a shared machine drift, so the contestants take turns within one run and what counts is the ratio of medians.
+The exit status is 1 where a ratio is below 0.97.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
+CONTESTANTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "tfbackend": ({"model_impl": "transformers"}, {}),
+    "in-tree": ({"model_impl": "transformers"}, {"TFBACKEND_DISABLE": "1"}),
+    "native": ({"model_impl": "vllm"}, {}),
+}
+LEAST = 0.97
+
+
+class Contestant:
+    """An engine process and the tokens per second of its rounds, by batch size."""
+
+    def __init__(self, name: str, model: Path, eager: bool, log: Path) -> None:
+        extra, env = CONTESTANTS[name]
+        settings = {
+            "model": str(model),
+            "dtype": "bfloat16",
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "enforce_eager": eager,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            **extra,
+        }
+        base = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        self.name, self.speeds, self.log = name, dict[int, list[float]](), log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "bench.contestant", json.dumps(settings)],
+            cwd=ROOT,
+            env=os.environ | base | env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """The next line that the engine process writes; the program ends if it died."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.name} died; the end of its log:\n" + "\n".join(self.log.read_text().splitlines()[-15:]))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def turn(self, number: int, batch: int, tokens: int) -> None:
+        """One timed generation, noted unless it is the first, which warms up."""
+        assert self.process.stdin is not None
+        turn = {"round": number, "batch": batch, "tokens": tokens, "prompt": 16}
+        self.process.stdin.write(json.dumps(turn) + "\n")
+        self.process.stdin.flush()
+        result = self.answer()
+        if number:
+            self.speeds.setdefault(batch, []).append(result["generated"] / result["seconds"])
+
+    def stop(self) -> None:
+        """End the engine process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+def measure(names: list[str], model: Path, eager: bool, rounds: int) -> list[Contestant]:
+    """Start the contestants one after the other, then let them take turns, in changing order."""
+    with tempfile.TemporaryDirectory() as logs:
+        contestants = []
+        for name in names:
+            contestants.append(Contestant(name, model, eager, Path(logs) / name))
+            started = contestants[-1].answer()
+            print(f"{name}: started in {started['start_s']:.1f} s", file=sys.stderr, flush=True)
+        for batch, tokens in ((1, 64), (8, 48)):
+            for number in range(rounds + 1):
+                for contestant in contestants[number % len(names) :] + contestants[: number % len(names)]:
+                    contestant.turn(number, batch, tokens)
+        for contestant in contestants:
+            contestant.stop()
+    return contestants
+
+
+def main() -> int:
+    """Measure, print one table, and say whether tfbackend keeps up."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS))
+    options = parser.parse_args()
+    table = Table("mode", "batch", *(f"{n}, tok/s" for n in options.contestants))
+    for name in options.contestants[1:]:
+        table.add_column(f"{options.contestants[0]} / {name}")
+    kept_up = True
+    for mode in options.modes:
+        contestants = measure(options.contestants, options.model, mode == "eager", options.rounds)
+        for batch in contestants[0].speeds:
+            medians = [statistics.median(c.speeds[batch]) for c in contestants]
+            ratios = [medians[0] / other for other in medians[1:]]
+            kept_up &= all(ratio >= LEAST for ratio in ratios)
+            table.add_row(mode, str(batch), *(f"{m:.1f}" for m in medians), *(f"{r:.3f}" for r in ratios))
+    Console(width=110).print(table)
+    return 0 if kept_up else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
