@@ -10,13 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
-from tfbackend.graph.kinds import Kind, KindKey, kind_key
+from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.observe import Observation, observe
 from tfbackend.head import HeadPlan, plan_head
 from tfbackend.layerspecs import COLWISE, COLWISE_GATHER, REPLICATED, ROWWISE, ROWWISE_SPLIT, AttentionSpec, QKVSpec
@@ -134,14 +135,13 @@ def draft_plan(
             remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",
         )
     planner = _Planner(meta, serving, observation)
-    rewrites, misses = planner.collect()
     prover = prover or Prover()
-    rewrites, failed, unproven = prover.check(planner.sites, rewrites)
+    rewrites, misses, unproven = _collect_proven(planner, prover)
     head, refusals = _head(meta, observation)
     plan = Plan(
         architecture=type(meta.model).__name__,
         rewrites=tuple(rewrites),
-        misses=(*misses, *failed),
+        misses=tuple(misses),
         head=head,
         base_path=meta.base_path,
         embedding_path=meta.embedding_path,
@@ -153,6 +153,21 @@ def draft_plan(
     )
     refusals += _attention_refusals(plan, observation, serving)
     return replace(plan, forwards=_forwards(plan, planner.sites)), tuple(refusals)
+
+
+def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], list[Miss], list[str]]:
+    """(rewrites that may be used, misses, unproven).
+
+    Where a proof fails all is collected again without that rewrite: other fusers may have what it had claimed, and
+    what it had relied on, a style of its neighbour, is not to be.
+    """
+    denied: dict[tuple[str, str], Miss] = {}
+    while True:
+        rewrites, misses = planner.collect(denied)
+        good, failed, unproven = prover.check(planner.sites, rewrites)
+        if not failed:
+            return good, misses, unproven
+        denied |= {(miss.fuser, miss.qualname): miss for miss in failed}
 
 
 def _head(meta: MetaModel, observation: Observation) -> tuple[HeadPlan | None, list[UnsupportedModelError]]:
@@ -222,12 +237,16 @@ class _Planner:
         self.base, self.serving, self.observation = meta.base, serving, observation
         inside = meta.embedding_path.removeprefix(f"{meta.base_path}.")
         self.vocabulary = inside if meta.base_path else meta.embedding_path
-        self.styles = tensor_parallel_styles(meta)
+        self.model_styles = tensor_parallel_styles(meta)
+        self.styles: dict[str, str] = {}
         self.kinds: dict[KindKey, Kind] = {}
-        self.matches: dict[tuple[str, KindKey, frozenset[str]], Match | Miss] = {}
+        self.matches: dict[tuple[Any, ...], Match | Miss] = {}
         self.sites: dict[str, Site] = {}
+        self.denied: Mapping[tuple[str, str], Miss] = {}
 
-    def collect(self) -> tuple[list[Rewrite], list[Miss]]:
+    def collect(self, denied: Mapping[tuple[str, str], Miss]) -> tuple[list[Rewrite], list[Miss]]:
+        """Every answer of every fuser. `denied` gives the Misses of (fuser, site) pairs that are not asked again."""
+        self.styles, self.sites, self.denied = dict(self.model_styles), {}, denied
         rewrites, misses, claimed = [], [], set[str]()
         for path, module in self.base.named_modules():
             if not path or path in claimed or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -256,14 +275,24 @@ class _Planner:
                 taken |= answer.claims
 
     def _ask(self, fuser: Fuser, site: Site, key: KindKey) -> Rewrite | Miss:
+        if (denied := self.denied.get((fuser.name, site.qualname))) is not None:
+            return denied
+        if fuser.name != "attention" and (problem := tampered(site.module)):
+            return Miss(fuser.name, site.qualname, f"left as it is: {problem}", near=fuser.name == "linear")
         per_site = fuser.name in ("embedding", "attention", "fixed_rope")
-        slot = (fuser.name, (site.qualname,) if per_site else key, site.taken)
+        slot = (fuser.name, (site.qualname,) if per_site else key, site.taken, self._styles_of(site))
         match = self.matches.get(slot)
         if match is None:
             match = self.matches[slot] = fuser.match(site)
         if isinstance(match, Miss):
             return replace(match, qualname=site.qualname)
         return fuser.rewrite(site, match)
+
+    def _styles_of(self, site: Site) -> tuple[str | None, ...]:
+        """A match may depend on how the model wants its linears shared out, which paths decide and not kinds."""
+        if self.serving.tp_size == 1:
+            return ()
+        return tuple(site.tp_style.get(site.path(name)) for name, _ in site.module.named_children())
 
 
 def tensor_parallel_styles(meta: MetaModel) -> dict[str, str]:

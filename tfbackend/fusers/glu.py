@@ -87,7 +87,7 @@ class GLUFuser:
         whole = _product_span(site, product)
         if isinstance(whole, str):
             return whole
-        me, argument = source.tree.args.args[0].arg, source.segment(calls[0].expression.args[0])
+        me, argument = source.me, source.segment(calls[0].expression.args[0])
         inside = [start <= source.offsets(c.expression)[0] < end for c in calls for start, end in [whole]]
         if all(inside):
             return (Edit(*whole, f"{me}.act_and_mul({me}.{merged}({argument}))", self.name),)
@@ -116,7 +116,7 @@ class GLUFuser:
         source = site.source
         assert not isinstance(source, str)
         start, end = source.offsets(calls[0].expression)
-        local, me = source.fresh(f"tfb_{name}"), source.tree.args.args[0].arg
+        local, me = source.fresh(f"tfb_{name}"), source.me
         if whole[0] <= start < whole[1]:
             return f"{name} is called inside the product"
         edits = (

@@ -20,6 +20,8 @@ class LinearFuser:
             return Miss(
                 self.name, site.qualname, f"{type(site.module).__name__} changes what nn.Linear does", site.place()
             )
+        if not site.observation.calls.get(site.qualname):
+            return Miss(self.name, site.qualname, "is not called; its weight may be read in other ways", site.place())
         return Match({}, claims=frozenset({""}))
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from tfbackend.fusers.base import Site
+from tfbackend.graph.kinds import tampered
 from tfbackend.graph.query import sources
 from tfbackend.source.edits import Edit
 from tfbackend.source.effects import only_call, written_between
@@ -16,7 +17,10 @@ from tfbackend.source.effects import only_call, written_between
 
 def is_linear(site: Site, node: fx.Node) -> bool:
     """Whether a graph node is a call of a plain nn.Linear child."""
-    return node.op == "call_module" and type(site.child(str(node.target))) is nn.Linear
+    if node.op != "call_module":
+        return False
+    child = site.child(str(node.target))
+    return type(child) is nn.Linear and not tampered(child)
 
 
 def linear(site: Site, name: str) -> nn.Linear:
@@ -74,7 +78,7 @@ def join_calls(site: Site, calls: Sequence[Call], merged: str, order: Sequence[s
     assert not isinstance(source, str)
     local = source.fresh(f"tfb_{merged}")
     argument = source.segment(calls[0].expression.args[0])
-    me = source.tree.args.args[0].arg
+    me = source.me
     made = f"({local} := {me}.{merged}({argument}).split({me}.{merged}_sizes, dim=-1))"
     edits = []
     for call in calls:

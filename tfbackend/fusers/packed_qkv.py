@@ -74,7 +74,7 @@ class PackedQKVFuser:
         source, sizes = site.source, self._sizes(site)
         assert not isinstance(source, str)
         rows = _row_numbers(site.trace.graph, call.node)
-        local, me = source.fresh(f"tfb_{call.child}"), source.tree.args.args[0].arg
+        local, me = source.fresh(f"tfb_{call.child}"), source.me
         start, end = source.offsets(call.expression)
         made = f"({local} := {source.segment(call.expression)}.split({me}.{call.child}_sizes, dim=-1))"
         edits, bounds = [Edit(start, end, made, self.name)], (0, sizes[0], sizes[0] + sizes[1], sum(sizes))

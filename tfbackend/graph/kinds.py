@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -35,11 +36,17 @@ class Kind:
         calls = self._observation.calls.get(self.first)
         if not calls:
             return Trace(fx.Graph(), False, "the model did not call it in the observed run")
+        if problem := tampered(self.module):
+            return Trace(fx.Graph(), False, problem)
+        if len({_manner(*call) for call in calls}) != 1:
+            return Trace(fx.Graph(), False, "the model calls it in several ways, of which a trace shows one")
         args, kwargs = calls[0]
         return trace(self.module, args, kwargs)
 
     @cached_property
     def source(self) -> ForwardSource | str:
+        if problem := tampered(self.module):
+            return problem
         try:
             return forward_source(type(self.module))
         except SourceError as error:
@@ -47,36 +54,80 @@ class Kind:
 
 
 def kind_key(module: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> KindKey:
-    """Equal for two modules whose forwards do the same but for the values of parameters."""
-    inside = tuple(
-        (name, type(child), tuple((k, tuple(p.shape)) for k, p in child._parameters.items() if p is not None))
-        for name, child in module.named_modules()
-    )
-    numbers_matter = _branches_on_layer_number(type(module))
+    """Equal for two modules whose forwards do the same but for the values of parameters.
+
+    All that a forward can read of the modules inside counts: two layers may differ by the activation function that a
+    child keeps as a plain attribute, or by a hook.
+    """
+    inside = []
+    for name, child in module.named_modules():
+        numbers_matter = child is module and _branches_on_layer_number(type(module))  # type: ignore[arg-type]
+        inside.append((name, type(child), *own_state(child, without=() if numbers_matter else (_LAYER_NUMBER,))))
+    return tuple(inside), tuple(sorted({_outline(call) for call in calls}, key=repr)), len(calls)
+
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+def own_state(
+    module: nn.Module,
+    without: tuple[str, ...] = (),
+    opaque: Callable[[Any], Any] = lambda value: (type(value), id(value)),
+) -> tuple[Any, ...]:
+    """Shapes of the module's own parameters and buffers, its attributes and what was hooked to it.
+
+    `opaque` stands in for what is no plain value, functions included; left out, such objects are told apart by identity
+    and the result is hashable.
+    """
+    tensors = tuple((k, tuple(t.shape)) for k, t in (module._parameters | module._buffers).items() if t is not None)
     plain = tuple(
-        (name, value)
+        (name, _state(value, module, opaque))
         for name, value in sorted(vars(module).items())
-        if isinstance(value, (bool, int, float, str, type(None))) and (numbers_matter or name != _LAYER_NUMBER)
+        if name not in _TORCHS_OWN and name not in without
     )
-    call = tuple(_shape_of_call(*c) for c in calls[:1])
-    return type(module), inside, plain, call, len(calls)
+    return tensors, plain, tampered(module)
 
 
-def _shape_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(_outline(a) for a in args), tuple((k, _outline(v)) for k, v in sorted(kwargs.items()))
+def _state(value: Any, owner: nn.Module, opaque: Callable[[Any], Any]) -> Any:
+    """What two attributes must share to be the same to a forward: the value where it is plain, else the object."""
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_state(item, owner, opaque) for item in value)
+    if isinstance(value, dict):
+        return tuple((repr(key), _state(item, owner, opaque)) for key, item in value.items())
+    if isinstance(value, MethodType) and value.__self__ is owner:
+        return opaque(value.__func__)
+    return opaque(value)
 
 
-def _outline(value: Any) -> Any:
+def tampered(module: nn.Module) -> str:
+    """Why the forward of the module's class is not all that a call of it runs; "" where it is."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks"
+    return ""
+
+
+def _manner(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """How a module is called, but for the sizes of what it gets."""
+    return _outline((args, dict(kwargs)), lambda t: (t.dim(), t.shape[-1:], t.dtype))
+
+
+def _outline(value: Any, tensor: Callable[[torch.Tensor], Any] = lambda t: (tuple(t.shape), t.dtype)) -> Any:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
+        return tensor(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_outline(v) for v in value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)
+        return tuple(_outline(v, tensor) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _outline(v, tensor)) for k, v in sorted(value.items()))
+    return (type(value), value) if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
 @lru_cache(maxsize=1024)
 def _branches_on_layer_number(cls: type[nn.Module]) -> bool:
-    """Whether a forward does more with its layer number than to hand it to the cache."""
+    """Whether a forward does more with its layer number than to hand it to the cache, itself or through a method."""
     try:
         source = forward_source(cls)
     except SourceError:
@@ -87,4 +138,14 @@ def _branches_on_layer_number(cls: type[nn.Module]) -> bool:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "update"
         for argument in call.args
     }
-    return any(id(use) not in handed for use in source.self_uses(_LAYER_NUMBER))
+    if any(id(use) not in handed for use in source.self_uses(_LAYER_NUMBER)):
+        return True
+    methods = (m for base in cls.__mro__ if base.__module__ != nn.Module.__module__ for m in vars(base).values())
+    helpers = (m for m in map(_function, methods) if m is not None and m.__name__ not in ("__init__", source.name))
+    return any(_LAYER_NUMBER in m.__code__.co_names for m in helpers)
+
+
+def _function(member: Any) -> FunctionType | None:
+    """The function behind a method or a property."""
+    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    return member if isinstance(member, FunctionType) else None

@@ -22,6 +22,12 @@ from tfbackend.errors import UnsupportedModelError
 TOKENS = 7
 """Tokens of the meta run. Prime and small: no size of a real model is 7, so a 7 in a graph is the token axis."""
 
+RUN_ERRORS = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError),
+    *(AssertionError, ArithmeticError, ImportError, SyntaxError),
+)
+"""What the forward of a model may raise when it runs in other circumstances than its author had in mind."""
+
 Recorder = Callable[..., Any]
 _recorders: list[Recorder] = []
 
@@ -202,7 +208,7 @@ def observe(base: nn.Module) -> Observation:
     with torch.no_grad(), buffers_on_meta(base), _masks_that_answer(), answering(record), _calls_into(seen, paths):
         try:
             base(**model_inputs(base, torch.device("meta")))
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError) as error:
+        except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}"
     return seen
 

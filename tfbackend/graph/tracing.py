@@ -21,12 +21,10 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tfbackend.graph.observe import answering, buffers_on_meta, call_on_meta
+from tfbackend.graph.observe import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
 
 Span = tuple[int, int, int, int]
 """(first line, first column, last line, last column) in the file, lines from 1, columns in bytes from 0."""
-
-TRACE_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         try:
             output = forward(module, *args, **kwargs)
             complete = True
-        except TRACE_ERRORS as error:
+        except RUN_ERRORS as error:
             ended = f"{_place_of(error, forward.__code__)}: {type(error).__name__}: {error}"
     graph = recorder.graph
     nodes = tree_map(lambda x: recorder.node_of(x) if isinstance(x, torch.Tensor) else x, output)
@@ -196,11 +194,11 @@ class _Mode(TorchFunctionMode):
         finally:
             recorder.active = True
         if _is_data(result):
-            mutated = isinstance(result, torch.Tensor) and bool(before) and result is args[0]
+            same = isinstance(result, torch.Tensor) and bool(before) and result is args[0]
             node = recorder.add("call_function", func, args, kwargs, result)
-            if mutated and not _is_identity(func):
+            if (same and not _is_identity(func)) or _says_in_place(func, kwargs):
                 recorder.mutations.append(node)
-        elif getattr(func, "__name__", "") in ("__setitem__", "__set__"):
+        elif getattr(func, "__name__", "") in ("__setitem__", "__set__") or _says_in_place(func, kwargs):
             recorder.mutations.append(recorder.add("call_function", func, args, kwargs, None))
         return result
 
@@ -209,6 +207,11 @@ def _is_data(result: Any) -> bool:
     if isinstance(result, torch.Tensor):
         return True
     return isinstance(result, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in result)
+
+
+def _says_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return kwargs.get("out") is not None or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_identity(func: Any) -> bool:

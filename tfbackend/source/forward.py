@@ -8,6 +8,7 @@ cache, which hashes the files it traced, sees a new file when a rewrite changes.
 from __future__ import annotations
 
 import ast
+import builtins
 import hashlib
 import importlib.util
 import inspect
@@ -53,6 +54,11 @@ class ForwardSource:
     def name(self) -> str:
         return self.tree.name
 
+    @property
+    def me(self) -> str:
+        """What the forward calls its module, "self" as a rule."""
+        return _positional(self.tree)[0].arg
+
     def place(self, node: ast.AST | None = None) -> str:
         """'file.py:line' of `node`, or of the definition."""
         line = self.first_line + (getattr(node, "lineno", 1) - 1)
@@ -65,7 +71,7 @@ class ForwardSource:
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 
     def _offset(self, line: int, column: int) -> int:
-        lines = self.text.splitlines(keepends=True)
+        lines = _lines(self.text)
         before = sum(len(text) for text in lines[: line - 1])
         return before + len(lines[line - 1].encode()[:column].decode())
 
@@ -90,14 +96,13 @@ class ForwardSource:
 
     def self_uses(self, child: str) -> list[ast.Attribute]:
         """Every `self.<child>` of the source, in whatever branch."""
-        first = self.tree.args.args[0].arg
         return [
             node
             for node in ast.walk(self.tree)
             if isinstance(node, ast.Attribute)
             and node.attr == child
             and isinstance(node.value, ast.Name)
-            and node.value.id == first
+            and node.value.id == self.me
         ]
 
     def scope_of(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -111,11 +116,20 @@ class ForwardSource:
     def fresh(self, stem: str) -> str:
         """A local name that the forward does not use."""
         used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
-        used |= {a.arg for a in self.tree.args.args + self.tree.args.kwonlyargs}
+        used |= {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
         name, count = stem, 2
         while name in used:
             name, count = f"{stem}_{count}", count + 1
         return name
+
+
+def _positional(tree: ast.FunctionDef) -> list[ast.arg]:
+    return [*tree.args.posonlyargs, *tree.args.args]
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as Python's parser counts them, ends kept; str.splitlines also breaks at form feeds and the like."""
+    return [f"{line}\n" for line in text.split("\n")]
 
 
 def _span(node: ast.expr) -> tuple[int, int, int | None, int | None]:
@@ -130,14 +144,14 @@ def _parse(function: Callable[..., Any]) -> ForwardSource:
         raise SourceError(f"the source of {function.__qualname__} cannot be read: {error}") from error
     raw = "".join(lines)
     text = textwrap.dedent(raw)
-    indent = len(raw) - len(raw.lstrip(" "))
+    indent = len(raw) - len(raw.lstrip(" \t"))
     try:
         tree = ast.parse(text).body[0]
     except SyntaxError as error:
         raise SourceError(f"{function.__qualname__} does not parse on its own: {error}") from error
     if not isinstance(tree, ast.FunctionDef):
         raise SourceError(f"{function.__qualname__} is no plain function")
-    head = "".join(text.splitlines(keepends=True)[tree.lineno - 1 :])
+    head = "\n".join(text.split("\n")[tree.lineno - 1 :])
     shift = tree.lineno - 1
     bare = ast.parse(head).body[0]
     assert isinstance(bare, ast.FunctionDef)
@@ -154,7 +168,22 @@ def forward_source(cls: type[nn.Module]) -> ForwardSource:
     source = _parse(function)
     if function.__code__.co_freevars:
         raise SourceError(f"{function.__qualname__} closes over {', '.join(function.__code__.co_freevars)}")
+    if source.name != "forward":
+        raise SourceError(f"its forward is another name of {function.__qualname__}")
+    if not _positional(source.tree):
+        raise SourceError(f"{function.__qualname__} does not name its module")
+    defaults = [*source.tree.args.defaults, *(d for d in source.tree.args.kw_defaults if d is not None)]
+    for name in (node.id for default in defaults for node in ast.walk(default) if isinstance(node, ast.Name)):
+        if name not in function.__globals__ and not hasattr(builtins, name):
+            raise SourceError(f"{function.__qualname__} has a default, {name}, that only its class body knew")
     return source
+
+
+def keep_defaults(made: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`made` with the very defaults of `original`: those of its text were evaluated again, perhaps to other values."""
+    made.__defaults__ = original.__defaults__
+    made.__kwdefaults__ = original.__kwdefaults__
+    return made
 
 
 _generated: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
@@ -170,7 +199,8 @@ def generate_class(cls: type[nn.Module], text: str, directory: Path) -> type[nn.
     source = forward_source(cls)
     body = textwrap.indent(text, "    ")
     code = (
-        f"# Generated by tfbackend from {cls.__module__}.{cls.__qualname__}.{source.name}\n\n\n"
+        f"# Generated by tfbackend from {cls.__module__}.{cls.__qualname__}.{source.name}\n\n"
+        "from __future__ import annotations\n\n\n"
         f"class {cls.__name__}(_Base):\n{body}"
     )
     digest = hashlib.sha256(code.encode()).hexdigest()[:16]
@@ -188,6 +218,7 @@ def generate_class(cls: type[nn.Module], text: str, directory: Path) -> type[nn.
     spec.loader.exec_module(module)
     made = vars(module)[cls.__name__]
     assert isinstance(made, type) and issubclass(made, nn.Module)
+    keep_defaults(vars(made)[source.name], source.function)
     _generated[(cls, text)] = made
     return made
 

@@ -1,0 +1,108 @@
+"""What a proof depends on, as text that is the same in every process: the name that its result is kept under."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import marshal
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tfbackend import __version__
+from tfbackend.fusers.base import Rewrite, Site
+from tfbackend.graph.kinds import own_state
+
+_NAMES_ONLY = ("_name_or_path", "name_or_path", "transformers_version", "architectures")
+
+
+def content(rewrite: Rewrite) -> tuple[Any, ...]:
+    """All of a rewrite but its site and its words."""
+    return (
+        rewrite.fuser,
+        rewrite.layer,
+        rewrite.children,
+        rewrite.removes,
+        rewrite.edits,
+        rewrite.weights,
+        rewrite.attributes,
+        rewrite.styles,
+    )
+
+
+def proof_key(site: Site, group: Sequence[Rewrite], settings: tuple[Any, ...]) -> str:
+    """Equal where the same code runs with the same numbers on the same shapes, on both sides.
+
+    Code counts by whole files, those of base classes included, because a forward calls helpers beside its class.
+    `settings` are those of the prover.
+    """
+    modules = list(site.module.named_modules())
+    classes = {cls for _, module in modules for cls in type(module).__mro__ if not _is_torchs(cls)}
+    parts = [
+        sorted(map(_code, classes)),
+        [(name, type(module).__qualname__, _state(module, site)) for name, module in modules],
+        [content(rewrite) for rewrite in group],
+        _outline(site.observation.calls.get(site.kind.first, [])),
+        settings,
+        (__version__, torch.__version__, transformers.__version__),
+        [_file_digest(str(path), path.stat().st_mtime_ns) for path in _own_files()],
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _state(module: nn.Module, site: Site) -> Any:
+    # The site's own layer number is told by its kind where it matters.
+    without = () if module is site.module else ("layer_idx",)
+    return own_state(module, without, opaque=_lasting)
+
+
+def _lasting(value: Any) -> Any:
+    """An attribute that is no plain value, as text that outlives the process."""
+    if hasattr(value, "to_dict"):
+        fields = {key: item for key, item in value.to_dict().items() if key not in _NAMES_ONLY}
+        return json.dumps(fields, sort_keys=True, default=str)
+    if isinstance(value, functools.partial):
+        return "partial", _lasting(value.func), repr(value.args), repr(sorted(value.keywords.items()))
+    code = getattr(value, "__code__", None)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return name, hashlib.sha256(marshal.dumps(code)).hexdigest() if isinstance(code, CodeType) else ""
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.split(".")[0] in ("torch", "builtins", "typing", "abc")
+
+
+def _code(cls: type) -> str:
+    try:
+        path = Path(inspect.getsourcefile(cls) or "")
+        return _file_digest(str(path), path.stat().st_mtime_ns)
+    except (OSError, TypeError):
+        forward = inspect.unwrap(getattr(cls, "forward", object))
+        return f"{cls.__qualname__} {_lasting(forward)}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_digest(path: str, mtime_ns: int) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _own_files() -> list[Path]:
+    here = Path(__file__).parent
+    return [here / "proof.py", here / "proof_key.py", here / "layerspecs.py"]
+
+
+def _outline(value: Any) -> Any:
+    def outline(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return tuple(x.shape), str(x.dtype)
+        return x if isinstance(x, (int, float, str, bool)) else str(type(x))
+
+    return tree_map(outline, value)
