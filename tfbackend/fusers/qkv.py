@@ -36,6 +36,8 @@ class QKVFuser:
     def match(self, site: Site) -> Match | Miss:
         if not site.trace.attention:
             return Miss(self.name, site.qualname, "does not call the attention interface", near=False)
+        if _packed(site):
+            return Miss(self.name, site.qualname, "query, key and value come from one linear", near=False)
         roles = self._roles(site)
         if isinstance(roles, str):
             return Miss(self.name, site.qualname, roles, site.place())
@@ -65,18 +67,16 @@ class QKVFuser:
             roles[role] = str(linears[0].target)
             if problem := self._width_problem(site, role, linears[0], argument):
                 return problem
-        if len(set(roles.values())) == 1:
-            return f"query, key and value are packed in {roles['q']}"
         if len(set(roles.values())) != 3:
             return "query, key and value do not come from three linears"
         return roles
 
     def _width_problem(self, site: Site, role: str, start: fx.Node, end: fx.Node) -> str:
-        """Heads can be handed out to ranks only where every operation stays within a head."""
+        """Several heads can be handed out to ranks only where every operation stays within a head."""
         shape, width = value_of(end).shape, value_of(start).shape[-1]
         if shape[1] * shape[3] != width:
             return f"{start.target} gives {width} values and {role} has {shape[1]} heads of {shape[3]}"
-        if site.serving.tp_size > 1:
+        if site.serving.tp_size > 1 and shape[1] > 1:
             for node in between(start, end):
                 if node.op == "call_module" and not is_linear(site, node) and value_of(node).shape[-1] == width:
                     return f"{node.target} works across heads, which ranks do not share"
@@ -107,3 +107,11 @@ class QKVFuser:
             claims=match.claims,
             captured=tuple((r, roles[r]) for r in ROLES),
         )
+
+
+def _packed(site: Site) -> bool:
+    """Whether one linear gives query, key and value, which is PackedQKVFuser's to answer for."""
+    found = [
+        linear_sources(site, argument) for argument in site.trace.attention[0].args[:3] if isinstance(argument, fx.Node)
+    ]
+    return all(len(linears) == 1 for linears in found) and len({linears[0] for linears in found}) == 1
