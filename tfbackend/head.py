@@ -64,6 +64,8 @@ def plan_head(meta: MetaModel, observation: Observation) -> HeadPlan:
     if not traced.complete:
         raise _refusal(meta, f"its forward was traced only in part: {traced.ended}")
     logits = _logits(traced.output)
+    if type(meta.model.get_submodule(meta.head_path)) is not nn.Linear:
+        raise _refusal(meta, f"{meta.head_path} is a {type(meta.model.get_submodule(meta.head_path)).__name__}")
     linears = traced.calls(meta.head_path)
     start = _hidden_states(traced, meta.base_path, observation)
     if logits is None or len(linears) != 1 or start is None:
@@ -73,7 +75,7 @@ def plan_head(meta: MetaModel, observation: Observation) -> HeadPlan:
     assert isinstance(entering, fx.Node)
     before, after = _cut(meta, traced, start, entering), _cut(meta, traced, linear, logits)
     modules = tuple(
-        {str(n.target) for g in (before, after) if g for n in g.nodes if n.op in ("call_module", "get_attr")}
+        sorted({str(n.target) for g in (before, after) if g for n in g.nodes if n.op in ("call_module", "get_attr")})
     )
     soft_cap, scale, plain = _read_scalars(after)
     return HeadPlan(before, None if plain else after, soft_cap, scale, modules)

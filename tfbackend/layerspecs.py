@@ -162,9 +162,11 @@ class _ReferenceActMul(nn.Module):
 def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """The name in this module of what `function` computes, found by evaluating it in float64; None if it is none.
 
-    An activation is known by its values and not by its class, since Transformers spells each in several ways.
+    An activation is known by its values and not by its class, since Transformers spells each in several ways. Values far
+    out are asked for too: some are clipped there.
     """
-    x = torch.linspace(-6, 6, 241, dtype=torch.float64)
+    far = torch.tensor([7.0, 11, 30, 101, 1e3, 1e4], dtype=torch.float64)
+    x = torch.cat((torch.linspace(-6, 6, 241, dtype=torch.float64), far, -far))
     try:
         y = function(x.clone())
     except (TypeError, RuntimeError, ValueError):
@@ -221,6 +223,25 @@ class RotarySpec:
     wide: bool = False
     half: str = "first"
 
+    @property
+    def picked(self) -> slice:
+        """Which elements of cos and sin [..., rotary_dim] are one half, told apart."""
+        half = self.rotary_dim // 2
+        return slice(0, half) if self.half == "first" else slice(0, 2 * half, 2)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate x [..., head_dim] by cos and sin [..., rotary_dim / 2]."""
+        wide = x.float() if self.wide else x
+        turned, rest = wide[..., : self.rotary_dim], wide[..., self.rotary_dim :]
+        if self.neox:
+            a, b = turned.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        else:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        turned = torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        return turned.to(x.dtype)
+
     def reference(self) -> nn.Module:
         return _ReferenceRotary(self)
 
@@ -234,24 +255,11 @@ class _ReferenceRotary(nn.Module):
         super().__init__()
         self.spec = spec
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        spec, wide = self.spec, x.float() if self.spec.wide else x
-        turned, rest = wide[..., : spec.rotary_dim], wide[..., spec.rotary_dim :]
-        if spec.neox:
-            a, b = turned.chunk(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        else:
-            a, b = turned[..., 0::2], turned[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        return torch.cat((turned, rest), dim=-1).to(x.dtype)
-
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        half = self.spec.rotary_dim // 2
-        pick = slice(0, half) if self.spec.half == "first" else slice(0, 2 * half, 2)
-        cos, sin = cos[..., pick].unsqueeze(1), sin[..., pick].unsqueeze(1)
-        return self.rotate(query, cos, sin), self.rotate(key, cos, sin)
+        cos, sin = cos[..., self.spec.picked].unsqueeze(1), sin[..., self.spec.picked].unsqueeze(1)
+        return self.spec.rotate(query, cos, sin), self.spec.rotate(key, cos, sin)
 
 
 @dataclass(frozen=True)

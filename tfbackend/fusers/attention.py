@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
-from tfbackend.graph.observe import AttentionCall
+from tfbackend.graph.observe import TOKENS, AttentionCall
 from tfbackend.layerspecs import AttentionSpec
 
 _HARMLESS = frozenset(
@@ -71,6 +71,8 @@ class AttentionFuser:
             return call.mask_problem
         if call.query[0] != 1 or call.key[2] != call.query[2]:
             return f"query {tuple(call.query)} and key {tuple(call.key)} are not of the same tokens"
+        if call.query[2] != TOKENS:
+            return f"it attends over an axis of {call.query[2]} and not over the {TOKENS} tokens of the observed run"
         if call.value[3] != call.query[3]:
             return f"value heads are {call.value[3]} wide and query heads {call.query[3]}"
         if call.query[1] % call.key[1]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import fx, nn
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
-from tfbackend.graph.query import name_of, through_casts
+from tfbackend.graph.query import name_of, through_casts, value_of
 from tfbackend.layerspecs import EmbeddingSpec
 
 
@@ -68,5 +68,7 @@ def _number(site: Site, factor: object) -> float | str:
     tensor = dict(site.module.named_buffers()).get(str(node.target))
     if tensor is None or tensor.numel() != 1:
         return f"its scale {node.target} is not one number"
-    rounded = tensor.to(site.serving.dtype) if node is not factor else tensor
-    return float(rounded)
+    if node.target not in site.module._non_persistent_buffers_set:
+        return f"its scale {node.target} may come from the checkpoint"
+    assert isinstance(factor, fx.Node)
+    return float(tensor.to(value_of(factor).dtype))

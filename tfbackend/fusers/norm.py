@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import fx, nn
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
-from tfbackend.graph.query import name_of, value_of
+from tfbackend.graph.query import name_of, through_casts, value_of
 from tfbackend.layerspecs import NormSpec
 
 _ALLOWED = frozenset(
@@ -66,7 +66,9 @@ class NormFuser:
 
 
 def _state_problem(module: nn.Module, size: int) -> str:
-    for name, parameter in [*module.named_parameters(), *module.named_buffers()]:
+    for name, _ in module.named_buffers():
+        return f"reads a buffer {name}"
+    for name, parameter in module.named_parameters():
         if name not in ("weight", "bias") or tuple(parameter.shape) != (size,):
             return f"has a parameter {name} of shape {tuple(parameter.shape)}"
     return ""
@@ -103,6 +105,9 @@ def _read_spelled(graph: fx.Graph, module: nn.Module, size: int, names: Sequence
         return f"takes {len(roots)} inverse roots"
     under = roots[0].args[0]
     assert isinstance(under, fx.Node)
+    over = [through_casts(a) for a in under.args if isinstance(a, fx.Node)]
+    if [name_of(node) for node in over] not in (["mean"], ["var"]):
+        return "what stands under its root is not mean + eps"
     numbers = [a for a in under.args if isinstance(a, float)]
     if name_of(under) not in ("add", "__add__", "__radd__") or len(numbers) != 1:
         return "what stands under its root is not mean + eps"

@@ -103,44 +103,78 @@ def answering(recorder: Recorder) -> Iterator[None]:
         _recorders.pop()
 
 
+_NEAR, _FAR = 160, 1 << 21
+"""Every pair of the first `_NEAR` positions is asked, and pairs around `_FAR`, which is beyond any real context."""
+
+
 def mask_window(function: Callable[..., Any]) -> MaskWindow:
-    """Ask a mask function (batch, head, q, kv) -> bool what it hides, at positions far beyond any real context.
+    """Ask a mask function (batch, head, q, kv) -> bool what it hides: on all pairs of the first positions, where a
+    prefix would show, and far out on many distances, those next to its edge included.
 
     Raises:
         UnsupportedModelError: it is neither causal nor a causal window, which is all that vLLM's attention can do.
     """
-    q = 1 << 21
-
-    def sees(distance: int) -> bool:
-        zero = torch.tensor(0)
-        return bool(function(zero, zero, torch.tensor(q), torch.tensor(q - distance)))
-
-    if sees(-1) or not sees(0):
+    ask = _asker(function)
+    if ask(_FAR, _FAR + 1) or not ask(_FAR, _FAR):
         raise UnsupportedModelError("A mask is not causal.", found="a token sees the one after it, or not itself")
-    if sees(q):
-        probes = [*range(64), *(1 << n for n in range(6, 21))]
-        if not all(sees(d) for d in probes):
-            raise UnsupportedModelError("A mask has holes.", found="distant tokens are seen and nearer ones are not")
-        return MaskWindow(None)
-    low, high = 0, q
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if sees(middle) else (low, middle)
-    steady = all(_window_at(function, at) == high for at in (q + 1, q + 12345))
-    if not steady:
-        raise UnsupportedModelError(
-            "A mask is neither causal nor a sliding window.", found="how far a token sees depends on its position"
-        )
-    return MaskWindow(high)
+    window = None if ask(_FAR, 0) else _edge(ask)
+    _check_near(ask, window)
+    for q in (_FAR, _FAR + 1, _FAR + 12345):
+        _check_row(ask, q, window)
+    return MaskWindow(window)
 
 
-def _window_at(function: Callable[..., Any], q: int) -> int:
-    zero, low, high = torch.tensor(0), 0, q
+Asker = Callable[[Any, Any], torch.Tensor]
+
+
+def _asker(function: Callable[..., Any]) -> Asker:
+    """`function` over index tensors that broadcast, for the first sequence and head."""
+    zero = torch.tensor(0)
+
+    def ask(q: Any, kv: Any) -> torch.Tensor:
+        q, kv = torch.broadcast_tensors(torch.as_tensor(q), torch.as_tensor(kv))  # type: ignore[no-untyped-call]
+        try:
+            seen = torch.as_tensor(function(zero, zero, q, kv)).expand(q.shape)
+        except RuntimeError:  # it branches on its arguments, and so takes one pair at a time
+            pairs = zip(q.flatten(), kv.flatten(), strict=True)
+            seen = torch.tensor([bool(function(zero, zero, a, b)) for a, b in pairs]).view(q.shape)
+        return seen
+
+    return ask
+
+
+def _edge(ask: Asker) -> int:
+    """The distance at which a token far out stops seeing, if there is one such distance."""
+    low, high = 0, _FAR
     while high - low > 1:
         middle = (low + high) // 2
-        seen = bool(function(zero, zero, torch.tensor(q), torch.tensor(q - middle)))
-        low, high = (middle, high) if seen else (low, middle)
+        low, high = (middle, high) if ask(_FAR, _FAR - middle) else (low, middle)
     return high
+
+
+def _check_near(ask: Asker, window: int | None) -> None:
+    q, kv = torch.arange(_NEAR)[:, None], torch.arange(_NEAR)[None, :]
+    wanted = (kv <= q) & (q - kv < (window or _FAR))
+    seen = ask(q, kv)
+    if not torch.equal(seen, wanted):
+        at = (seen != wanted).nonzero()[0].tolist()
+        found = f"token {at[0]} {'sees' if seen[at[0], at[1]] else 'does not see'} token {at[1]}"
+        raise UnsupportedModelError("A mask is neither causal nor a sliding window.", found=found)
+
+
+def _check_row(ask: Asker, q: int, window: int | None) -> None:
+    edge = window or 0
+    distances = {*range(-2, 300), *range(300, q, 9973), *(1 << n for n in range(21)), *range(edge - 300, edge + 300), q}
+    kv = torch.tensor(sorted(q - d for d in distances if d <= q))
+    wanted = (kv <= q) & (q - kv < (window or 2 * _FAR))
+    seen = ask(q, kv)
+    if not torch.equal(seen, wanted):
+        distance = q - int(kv[seen != wanted][-1])
+        verb = "does not see" if 0 <= distance < (window or q) else "sees"
+        raise UnsupportedModelError(
+            "A mask has holes, or reaches further for some tokens than for others.",
+            found=f"token {q} {verb} the one {distance} before it",
+        )
 
 
 _windows: dict[int, tuple[torch.Tensor, MaskWindow | str]] = {}
@@ -200,7 +234,7 @@ def observe(base: nn.Module) -> Observation:
         mask: Any = None,
         **keywords: Any,
     ) -> torch.Tensor:
-        window, problem = _read_mask(mask)
+        window, problem = _read_mask(mask, module, keywords.get("is_causal"))
         call = AttentionCall(query.shape, key.shape, value.shape, window, problem, keywords)
         seen.attention.setdefault(paths.get(id(module), "?"), []).append(call)
         return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
@@ -213,9 +247,10 @@ def observe(base: nn.Module) -> Observation:
     return seen
 
 
-def _read_mask(mask: Any) -> tuple[MaskWindow | None, str]:
+def _read_mask(mask: Any, module: nn.Module, is_causal: Any) -> tuple[MaskWindow | None, str]:
     if mask is None:
-        return MaskWindow(None), ""
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        return (MaskWindow(None), "") if causal is True else (None, "it has no mask and does not say that it is causal")
     tagged = _windows.get(id(mask))
     if tagged is None:
         return None, "the mask was computed by the model itself and cannot be read"
