@@ -15,13 +15,23 @@ Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class RMSNorm(layernorm.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, *, has_weight: bool = True, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(hidden_size, eps, has_weight=has_weight, dtype=dtype)
+        self.register_buffer("unit", torch.ones(hidden_size, dtype=self.weight.dtype), persistent=False)
+
     def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
-        """As vLLM's, by one kernel call where x and weight are of one dtype and nothing is being compiled."""
-        weight = self.weight.data if self.has_weight else None
-        if residual is not None or weight is None or weight.dtype != x.dtype or torch.compiler.is_compiling():
+        """As vLLM's, by kernels where x and weight are of one dtype and nothing is being compiled.
+
+        The kernel is given a weight of ones and the weight is multiplied on after it: that rounds where Transformers
+        rounds, and small models are known to change their answer in bfloat16 if it does not.
+        """
+        if residual is not None or self.unit.dtype != x.dtype or torch.compiler.is_compiling():
             normed: Normed = self.forward_native(x, residual)
             return normed
-        return _kernel(x, weight, self.variance_epsilon)
+        normed = _kernel(x, self.unit, self.variance_epsilon)
+        return normed.mul_(self.weight) if self.has_weight else normed
 
 
 class ZeroCentredRMSNorm(layernorm.GemmaRMSNorm):
