@@ -162,8 +162,8 @@ class _ReferenceActMul(nn.Module):
 def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """The name in this module of what `function` computes, found by evaluating it in float64; None if it is none.
 
-    An activation is known by its values and not by its class, since Transformers spells each in several ways. Values far
-    out are asked for too: some are clipped there.
+    An activation is known by its values and not by its class, since Transformers spells each in several ways. Values
+    far out are asked for too: some are clipped there.
     """
     far = torch.tensor([7.0, 11, 30, 101, 1e3, 1e4], dtype=torch.float64)
     x = torch.cat((torch.linspace(-6, 6, 241, dtype=torch.float64), far, -far))

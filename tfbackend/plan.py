@@ -22,6 +22,7 @@ from tfbackend.graph.observe import Observation, observe
 from tfbackend.head import HeadPlan, plan_head
 from tfbackend.layerspecs import COLWISE, COLWISE_GATHER, REPLICATED, ROWWISE, ROWWISE_SPLIT, AttentionSpec, QKVSpec
 from tfbackend.meta import MetaModel
+from tfbackend.mixing import mixing_modules
 from tfbackend.proof import Prover
 from tfbackend.serving import ServingSpec
 from tfbackend.source.edits import apply_edits
@@ -152,6 +153,7 @@ def draft_plan(
         proofs=prover.counts,
     )
     refusals += _attention_refusals(plan, observation, serving)
+    refusals += map(_mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     return replace(plan, forwards=_forwards(plan, planner.sites)), tuple(refusals)
 
 
@@ -186,6 +188,15 @@ def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
         if edits and not isinstance(source, str):
             texts[path] = apply_edits(source.text, edits)
     return texts
+
+
+def _mixing_refusal(found: tuple[str, str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "A module lets tokens see each other outside attention, so it needs a state that is not kept for it.",
+        where=found[0],
+        found=found[1],
+        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+    )
 
 
 def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSpec) -> Iterator[UnsupportedModelError]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,7 +66,7 @@ class Prover:
     @property
     def counts(self) -> tuple[int, int]:
         """(kinds proven, of them read from disk)."""
-        return len(self._known), len(self._from_disk)
+        return sum(map(_is_proof, self._known)), sum(map(_is_proof, self._from_disk))
 
     def check(
         self, sites: Mapping[str, Site], rewrites: Sequence[Rewrite]
@@ -100,7 +100,7 @@ class Prover:
         """ "" where proven, a problem where not, None where time ran out."""
         if all(_needs_no_proof(rewrite) for rewrite in group):
             return ""
-        key = proof_key(site, group, (TOLERANCE, WIDE, RANK))
+        key = proof_key(site, group)
         if (kept := self._recall(key)) is not None:
             return kept
         if time.monotonic() > deadline:
@@ -108,6 +108,13 @@ class Prover:
         problem = prove(site, group)
         self._keep(key, problem)
         return problem
+
+    def once(self, key: str, run: Callable[[], str]) -> str:
+        """What `run` answers, from memory or from disk where it was asked before."""
+        if (kept := self._recall(key)) is None:
+            kept = run()
+            self._keep(key, kept)
+        return kept
 
     def _recall(self, key: str) -> str | None:
         if key not in self._known and self.directory is not None:
@@ -126,6 +133,10 @@ class Prover:
             temporary.replace(self.directory / f"{key}.json")
 
 
+def _is_proof(key: str) -> bool:
+    return "-" not in key
+
+
 def _needs_no_proof(rewrite: Rewrite) -> bool:
     """A linear for a linear, frequencies that are only held still, and an attention layer behind an unchanged call,
     have no two sides to compare."""
@@ -141,11 +152,11 @@ def prove(site: Site, group: Sequence[Rewrite]) -> str:
     if not calls:
         return "the model did not call it in the observed run, so it has no inputs to be proven with"
     generator = torch.Generator().manual_seed(20)
-    with torch.no_grad(), _plain_float32():
+    with torch.no_grad(), plain_float32():
         try:
-            original = _materialise(site.module, generator)
+            original = materialise(site.module, generator)
             for size in _sizes(group):
-                args, kwargs = _random_inputs(calls[0], original, generator, size)
+                args, kwargs = random_inputs(calls[0], original, generator, size)
                 reference = _Reference(site, group)
                 with answering(reference.attend):
                     # Decorators of the original are part of what it does.
@@ -191,7 +202,7 @@ def _compare(before: Any, after: Any) -> str:
 
 
 @contextmanager
-def _plain_float32() -> Iterator[None]:
+def plain_float32() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     with torch.device("cpu"):
@@ -216,7 +227,7 @@ class _LowRank(nn.Linear):
         return F.linear(F.linear(x, self.narrow), self.wide, self.bias)
 
 
-def _materialise(module: nn.Module, generator: torch.Generator) -> nn.Module:
+def materialise(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """A copy of a meta module on the CPU in float32 with random parameters, wide linears stood in for."""
     twin = copy.deepcopy(module).float()
     for child in twin.modules():
@@ -238,19 +249,27 @@ def _materialise(module: nn.Module, generator: torch.Generator) -> nn.Module:
 def _random_weight(owner: nn.Module, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if isinstance(owner, nn.Embedding) or like.numel() > 1 << 24:
         # Overlapping rows of one vector: any row differs from any other, in the memory of two rows.
-        rows, width = like.shape[0], like[0].numel()
+        width = like.shape[-1]
+        rows = like.numel() // width
         base = torch.randn(rows + width, generator=generator)
-        return base.as_strided((rows, width), (1, 1)).view(like.shape) if like.dim() == 2 else base[: like.numel()]
+        return base.as_strided((rows, width), (1, 1)).view(like.shape)
     spread = like.shape[-1] ** -0.5 if like.dim() > 1 else 1.0
     return torch.randn(like.shape, generator=generator) * spread
 
 
-def _random_inputs(
+def random_inputs(
     call: Any, module: nn.Module, generator: torch.Generator, size: float = 1.0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    filled: dict[int, Any] = {}
+
     def fill(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
+        if id(x) not in filled:  # one tensor given twice stays one
+            filled[id(x)] = draw(x)
+        return filled[id(x)]
+
+    def draw(x: torch.Tensor) -> torch.Tensor | None:
         if x.dtype == torch.bool:
             return None
         if not x.dtype.is_floating_point:

@@ -38,30 +38,36 @@ def content(rewrite: Rewrite) -> tuple[Any, ...]:
     )
 
 
-def proof_key(site: Site, group: Sequence[Rewrite], settings: tuple[Any, ...]) -> str:
-    """Equal where the same code runs with the same numbers on the same shapes, on both sides.
+def proof_key(site: Site, group: Sequence[Rewrite]) -> str:
+    """Equal where the same code runs with the same numbers on the same shapes, on both sides."""
+    calls = site.observation.calls.get(site.kind.first, [])
+    return _digest([module_key(site.module, calls), [content(rewrite) for rewrite in group]])
+
+
+def module_key(module: nn.Module, calls: Sequence[Any]) -> str:
+    """Equal where the same code runs with the same numbers on the same shapes.
 
     Code counts by whole files, those of base classes included, because a forward calls helpers beside its class.
-    `settings` are those of the prover.
     """
-    modules = list(site.module.named_modules())
-    classes = {cls for _, module in modules for cls in type(module).__mro__ if not _is_torchs(cls)}
+    modules = list(module.named_modules())
+    classes = {cls for _, inner in modules for cls in type(inner).__mro__ if not _is_torchs(cls)}
     parts = [
         sorted(map(_code, classes)),
-        [(name, type(module).__qualname__, _state(module, site)) for name, module in modules],
-        [content(rewrite) for rewrite in group],
-        _outline(site.observation.calls.get(site.kind.first, [])),
-        settings,
+        [(name, type(inner).__qualname__, _state(inner, inner is module)) for name, inner in modules],
+        _outline(list(calls)),
         (__version__, torch.__version__, transformers.__version__),
         [_file_digest(str(path), path.stat().st_mtime_ns) for path in _own_files()],
     ]
+    return _digest(parts)
+
+
+def _digest(parts: list[Any]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _state(module: nn.Module, site: Site) -> Any:
-    # The site's own layer number is told by its kind where it matters.
-    without = () if module is site.module else ("layer_idx",)
-    return own_state(module, without, opaque=_lasting)
+def _state(module: nn.Module, outermost: bool) -> Any:
+    # Its own layer number is told by its kind where it matters.
+    return own_state(module, () if outermost else ("layer_idx",), opaque=_lasting)
 
 
 def _lasting(value: Any) -> Any:
@@ -96,7 +102,7 @@ def _file_digest(path: str, mtime_ns: int) -> str:
 
 def _own_files() -> list[Path]:
     here = Path(__file__).parent
-    return [here / "proof.py", here / "proof_key.py", here / "layerspecs.py"]
+    return [here / name for name in ("proof.py", "proof_key.py", "layerspecs.py", "mixing.py")]
 
 
 def _outline(value: Any) -> Any:

@@ -1,0 +1,124 @@
+"""Whether tokens see each other outside attention, found by changing one token and looking at the others.
+
+An engine calls the model with the tokens of many requests side by side, and with a part of each request at a time.
+Attention knows which belong together; a convolution, a scan or a shift over the token axis does not, and would mix
+strangers and forget the past. Such a module is refused by name, whatever it is called and however it is written.
+
+Each kind of layer runs once in plain torch on random weights, with an attention in which each token sees itself alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tfbackend.graph.kinds import kind_key
+from tfbackend.graph.observe import RUN_ERRORS, TOKENS, Observation, answering, rescales
+from tfbackend.proof import Prover, materialise, plain_float32, random_inputs
+from tfbackend.proof_key import module_key
+
+_CHANGED = 2
+"""The token that is changed; not the middle one, which a reversal would leave in its place."""
+_TOLERANCE = 1e-5
+
+
+def mixing_modules(base: nn.Module, layers: str, observation: Observation, prover: Prover) -> Iterator[tuple[str, str]]:
+    """(path, what was seen) of every module that lets tokens see each other, each kind looked at once.
+
+    Looks into the decoder layers, at path `layers`, and what the base model calls beside them.
+    """
+    seen: dict[Any, str] = {}
+    for path, module in _parts(base, layers):
+        if path not in observation.calls or rescales(module):
+            continue
+        key = kind_key(module, observation.calls[path])
+        if key not in seen:
+            lasting = f"tokens-{module_key(module, observation.calls[path])}"
+            seen[key] = prover.once(lasting, partial(_innermost, base, path, observation))
+        if seen[key]:
+            inner, _, found = seen[key].partition(": ")
+            yield f"{path}{inner}", found
+
+
+def _parts(base: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
+    stack = base.get_submodule(layers) if layers else None
+    for name, child in base.named_children():
+        if child is not stack and not layers.startswith(f"{name}."):
+            yield name, child
+    if stack is not None:
+        yield from ((f"{layers}.{name}", child) for name, child in stack.named_children())
+
+
+def _innermost(base: nn.Module, path: str, observation: Observation) -> str:
+    """ "<path below `path`>: what was seen" of the smallest module that mixes tokens; "" if none does."""
+    module = base.get_submodule(path)
+    found = _mixes(module, observation.calls[path][0])
+    if not found:
+        return ""
+    for name, _ in module.named_modules():
+        inner = f"{path}.{name}"
+        if name and observation.calls.get(inner) and (deeper := _innermost(base, inner, observation)):
+            return f".{name}{deeper}"
+    return f": {found}"
+
+
+def _mixes(module: nn.Module, call: Any) -> str:
+    """How the output at some token follows another token; "" where it does not, or where that cannot be tried."""
+    generator = torch.Generator().manual_seed(21)
+    with torch.no_grad(), plain_float32(), answering(_attend_to_itself):
+        try:
+            original = materialise(module, generator)
+            inputs = random_inputs(call, original, generator)
+            forward = inspect.unwrap(type(original).forward)
+            before = forward(original, *_copied(inputs[0]), **_copied(inputs[1]))
+            changed = tree_map(_change, inputs)
+            after = forward(original, *_copied(changed[0]), **_copied(changed[1]))
+        except RUN_ERRORS:
+            return ""
+    for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
+        if isinstance(a, torch.Tensor) and (token := _moved(a, b)) is not None:
+            return f"what it gives for token {token} changes with token {_CHANGED}"
+    return ""
+
+
+def _attend_to_itself(module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **_: Any) -> Any:
+    return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
+
+
+def _copied(values: Any) -> Any:
+    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, values)
+
+
+def _axis(x: torch.Tensor) -> int | None:
+    return next((axis for axis, size in enumerate(x.shape) if size == TOKENS), None)
+
+
+def _change(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or (axis := _axis(x)) is None:
+        return x
+    other = x.clone()
+    token = other.select(axis, _CHANGED)
+    if x.dtype.is_floating_point:
+        token.mul_(-1.3).add_(0.1)
+    elif x.dtype != torch.bool:
+        token.copy_((token + 1) % TOKENS)
+    return other
+
+
+def _moved(a: torch.Tensor, b: torch.Tensor) -> int | None:
+    """The first token other than the changed one at which two outputs differ."""
+    axis = _axis(a)
+    if axis is None or a.shape != b.shape:
+        return None
+    size = a.double().abs().max().item() or 1.0
+    for token in range(TOKENS):
+        apart = (a.double() - b.double()).select(axis, token).abs().max().item() / size
+        if token != _CHANGED and not apart <= _TOLERANCE:
+            return token
+    return None
