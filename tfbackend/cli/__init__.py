@@ -9,6 +9,7 @@ import typer
 import typer.core
 
 import tfbackend
+from tfbackend.cli.inspect import INSPECT_HELP, inspect_command
 from tfbackend.cli.serve import SERVE_HELP, PassThroughCommand, serve_command
 from tfbackend.errors import TfbackendError
 
@@ -32,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(name="serve", cls=PassThroughCommand, add_help_option=False, help=SERVE_HELP)(serve_command)
+app.command(name="inspect", help=INSPECT_HELP)(inspect_command)
 
 
 def _print_version(wanted: bool) -> None:

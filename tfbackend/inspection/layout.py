@@ -1,0 +1,276 @@
+"""How each parameter is shared out to tensor-parallel ranks, read off the LayerSpecs that tfbackend.layers builds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tfbackend.layerspecs import (
+    COLWISE,
+    COLWISE_GATHER,
+    ROWWISE,
+    ROWWISE_SPLIT,
+    EmbeddingSpec,
+    LinearSpec,
+    MergedLinearSpec,
+    NormSpec,
+    QKVSpec,
+)
+from tfbackend.meta import MetaModel
+from tfbackend.plan import Plan
+from tfbackend.weights.mapping import BASE, HEAD, REST
+from tfbackend.weights.names import join
+
+VOCABULARY_PADDING = 64
+"""vLLM rounds a vocabulary up to a multiple of this before it shares it out."""
+
+_EXCHANGES = {ROWWISE: "all-reduce", ROWWISE_SPLIT: "all-reduce", COLWISE_GATHER: "all-gather"}
+
+CANDIDATES = (1, 2, 4, 8, 16, 3, 6, 5, 7, 12, 32)
+"""Numbers of ranks that a remedy may propose."""
+
+
+@dataclass(frozen=True)
+class ServedParameter:
+    """One parameter of the served module tree.
+
+    Attributes:
+        name: its path there, "model.layers.0.self_attn.qkv_proj.weight".
+        shape: over all ranks, as the checkpoint has it.
+        rank_shape: on each rank, padding included.
+        dtype: what it is kept in.
+        how: "columns", "rows", "heads", "vocabulary" or "whole".
+        dim: the dimension that is shared out, None for none.
+        replicas: ranks that hold the same KV head.
+        layer: number of its decoder layer, None outside of them.
+        linear: whether a quantization method may replace it.
+        problem: what does not divide, "" for nothing.
+        tied_to: the parameter whose memory this one shares, "" for none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rank_shape: tuple[int, ...]
+    dtype: torch.dtype
+    how: str = "whole"
+    dim: int | None = None
+    replicas: int = 1
+    layer: int | None = None
+    linear: bool = False
+    problem: str = ""
+    tied_to: str = ""
+
+    @property
+    def count(self) -> int:
+        """Elements over all ranks, 0 for one that shares another's memory."""
+        return 0 if self.tied_to else math.prod(self.shape)
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes on each rank, unquantized; 0 for one that shares another's memory."""
+        return 0 if self.tied_to else math.prod(self.rank_shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One exchange between ranks in each forward. `layer` is None outside the decoder layers."""
+
+    kind: str
+    after: str
+    layer: int | None
+
+
+def parameters(meta: MetaModel, plan: Plan, tp: int, dtype: torch.dtype) -> list[ServedParameter]:
+    """Every parameter that the plan leads to, in the order of the model, the head last.
+
+    Args:
+        tp: tensor-parallel ranks.
+        dtype: dtype of weights.
+    """
+    found = [p for path, spec in _specs(plan) for p in _of_spec(join(BASE, path), spec, tp, dtype)]
+    found += _kept(meta, plan, dtype)
+    order = {name: index for index, (name, _) in enumerate(meta.base.named_modules())}
+    found.sort(key=lambda p: order.get(_owner(p.name, order), len(order)))
+    found = [replace(p, layer=_layer(p.name, plan.layers)) for p in found]
+    return found + _head(meta, plan, tp, dtype, found)
+
+
+def _specs(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """(path relative to the base model, spec) of every layer that is built."""
+    for rewrite in plan.rewrites:
+        if rewrite.layer is not None:
+            yield rewrite.qualname, rewrite.layer
+        for child, spec in rewrite.children:
+            yield join(rewrite.qualname, child), spec
+
+
+def _owner(name: str, order: dict[str, int]) -> str:
+    path = name.removeprefix(f"{BASE}.").rpartition(".")[0]
+    while path and path not in order:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _of_spec(path: str, spec: Any, tp: int, dtype: torch.dtype) -> list[ServedParameter]:
+    if isinstance(spec, LinearSpec):
+        return _linear(path, spec, tp, dtype)
+    if isinstance(spec, MergedLinearSpec):
+        return _columns(path, spec.in_features, spec.out_features, spec.bias, tp, dtype)
+    if isinstance(spec, QKVSpec):
+        return _qkv(path, spec, tp, dtype)
+    if isinstance(spec, EmbeddingSpec):
+        return [_vocabulary(f"{path}.weight", spec.num_embeddings, spec.dim, tp, dtype)]
+    if isinstance(spec, NormSpec):
+        names = (["weight"] if spec.weight != "none" else []) + (["bias"] if spec.bias else [])
+        return [ServedParameter(f"{path}.{n}", (spec.size,), (spec.size,), dtype) for n in names]
+    return []
+
+
+def _linear(path: str, spec: LinearSpec, tp: int, dtype: torch.dtype) -> list[ServedParameter]:
+    rows, columns = spec.in_features, spec.out_features
+    if spec.style in (COLWISE, COLWISE_GATHER):
+        return _columns(path, rows, (columns,), spec.bias, tp, dtype)
+    weight = ServedParameter(f"{path}.weight", (columns, rows), (columns, rows), dtype, linear=True)
+    if spec.style in (ROWWISE, ROWWISE_SPLIT):
+        problem = _uneven("input features", rows, tp)
+        weight = replace(weight, rank_shape=(columns, _share(rows, tp)), how="rows", dim=1, problem=problem)
+    bias = [ServedParameter(f"{path}.bias", (columns,), (columns,), dtype)] if spec.bias else []
+    return [weight, *bias]
+
+
+def _columns(
+    path: str, rows: int, columns: Sequence[int], bias: bool, tp: int, dtype: torch.dtype
+) -> list[ServedParameter]:
+    problem = next((text for width in columns if (text := _uneven("output features", width, tp))), "")
+    whole, own = sum(columns), sum(_share(width, tp) for width in columns)
+    weight = ServedParameter(
+        f"{path}.weight", (whole, rows), (own, rows), dtype, "columns", 0, linear=True, problem=problem
+    )
+    return [weight, replace(weight, name=f"{path}.bias", shape=(whole,), rank_shape=(own,), linear=False)][: 1 + bias]
+
+
+def _qkv(path: str, spec: QKVSpec, tp: int, dtype: torch.dtype) -> list[ServedParameter]:
+    heads, kv = _share(spec.num_heads, tp), kv_heads_per_rank(spec.num_kv_heads, tp)
+    whole, own = sum(spec.sizes), heads * spec.head_dim + kv * (spec.head_dim + spec.v_head_dim)
+    problem = _uneven("query heads", spec.num_heads, tp)
+    smaller, larger = sorted((spec.num_kv_heads, tp))
+    if not problem and larger % smaller:
+        problem = f"{spec.num_kv_heads} KV heads neither divide over {tp} ranks nor {tp} ranks over them"
+    weight = ServedParameter(
+        f"{path}.weight",
+        (whole, spec.in_features),
+        (own, spec.in_features),
+        dtype,
+        "heads",
+        0,
+        max(1, tp // spec.num_kv_heads),
+        linear=True,
+        problem=problem,
+    )
+    return [weight, replace(weight, name=f"{path}.bias", shape=(whole,), rank_shape=(own,), linear=False)][
+        : 1 + spec.bias
+    ]
+
+
+def _vocabulary(name: str, rows: int, width: int, tp: int, dtype: torch.dtype) -> ServedParameter:
+    padded = math.ceil(rows / VOCABULARY_PADDING) * VOCABULARY_PADDING
+    problem = f"a vocabulary of {padded:,} (padded) rows does not divide over {tp} ranks" if padded % tp else ""
+    return ServedParameter(name, (rows, width), (_share(padded, tp), width), dtype, "vocabulary", 0, problem=problem)
+
+
+def kv_heads_per_rank(heads: int, tp: int) -> int:
+    """KV heads that each rank keeps: an equal share, or one where there are more ranks than heads."""
+    return max(1, heads // tp)
+
+
+def _share(size: int, tp: int) -> int:
+    return math.ceil(size / tp)
+
+
+def _uneven(what: str, size: int, tp: int) -> str:
+    return f"{size:,} {what} do not divide over {tp} ranks" if size % tp else ""
+
+
+def _kept(meta: MetaModel, plan: Plan, dtype: torch.dtype) -> list[ServedParameter]:
+    """Parameters that no rewrite took: whole on every rank, as Transformers made them."""
+    gone = tuple(f"{path}." for path in _replaced(plan))
+    wide = tuple(getattr(meta.base, "_keep_in_fp32_modules_strict", None) or ())
+    wide += tuple(getattr(meta.base, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ()
+    kept = []
+    for name, parameter in meta.base.named_parameters():
+        if not name.startswith(gone):
+            own = torch.float32 if any(part in name for part in wide) else parameter.dtype
+            shape = tuple(parameter.shape)
+            kept.append(ServedParameter(join(BASE, name), shape, shape, own))
+    return kept
+
+
+def _replaced(plan: Plan) -> Iterator[str]:
+    built = {path for path, spec in _specs(plan) if _of_spec("", spec, 1, torch.float32)}
+    yield from built
+    for rewrite in plan.rewrites:
+        yield from (join(rewrite.qualname, child) for child in rewrite.removes)
+
+
+def _head(
+    meta: MetaModel, plan: Plan, tp: int, dtype: torch.dtype, inside: Sequence[ServedParameter]
+) -> list[ServedParameter]:
+    """The linear that gives logits, and whatever else the full model has outside its base model."""
+    made = []
+    prefixes = tuple(f"{path}." for path in (meta.base_path, meta.head_path) if path)
+    for name, parameter in meta.model.named_parameters(remove_duplicate=False):
+        if meta.base_path and not name.startswith(prefixes):
+            shape = tuple(parameter.shape)
+            made.append(ServedParameter(join(REST, name), shape, shape, parameter.dtype))
+    if meta.head_path is None:
+        return made
+    linear = meta.model.get_submodule(meta.head_path)
+    assert isinstance(linear, nn.Linear)
+    weight = _vocabulary(f"{HEAD}.weight", linear.out_features, linear.in_features, tp, dtype)
+    table = next((p.name for p in inside if plan.tied and p.how == "vocabulary"), "")
+    made.append(replace(weight, tied_to=table))
+    if linear.bias is not None:
+        bias = (linear.out_features,), (weight.rank_shape[0],)
+        made.append(ServedParameter(f"{HEAD}.bias", *bias, dtype, "vocabulary", 0))
+    return made
+
+
+def _layer(name: str, layers: str) -> int | None:
+    stem = f"{join(BASE, layers)}."
+    if not layers or not name.startswith(stem):
+        return None
+    number = name.removeprefix(stem).partition(".")[0]
+    return int(number) if number.isdigit() else None
+
+
+def collectives(plan: Plan) -> list[Collective]:
+    """The exchanges of one forward on more than one rank, in order of the plan."""
+    found = []
+    for path, spec in _specs(plan):
+        kind = ""
+        if isinstance(spec, LinearSpec):
+            kind = _EXCHANGES.get(spec.style, "")
+        elif isinstance(spec, EmbeddingSpec):
+            kind = "all-reduce"
+        if kind:
+            name = join(BASE, path)
+            found.append(Collective(kind, name, _layer(f"{name}.", plan.layers)))
+    if plan.head_path is not None:
+        found.append(Collective("gather", HEAD, None))
+    return found
+
+
+def ranks_that_divide(meta: MetaModel, plan: Plan, dtype: torch.dtype) -> tuple[int, ...]:
+    """Numbers of ranks over which every parameter divides, of those that are usual."""
+    specs = {repr(spec): spec for _, spec in _specs(plan)}.values()
+    good = []
+    for tp in CANDIDATES:
+        shared = [p for spec in specs for p in _of_spec("", spec, tp, dtype)] + _head(meta, plan, tp, dtype, ())
+        if not any(p.problem for p in shared):
+            good.append(tp)
+    return tuple(sorted(good))
