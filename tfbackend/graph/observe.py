@@ -10,10 +10,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -51,6 +52,16 @@ class AttentionCall:
     keywords: dict[str, Any]
 
 
+class Made(NamedTuple):
+    """Where a tensor of the run came from: leaf number `leaf` of what module `path` returned from its call number
+    `call`."""
+
+    tensor: torch.Tensor
+    path: str
+    leaf: int
+    call: int
+
+
 @dataclass
 class Observation:
     """What the run saw.
@@ -59,12 +70,16 @@ class Observation:
         calls: module path -> (args, kwargs) of its calls, tensors on meta.
         outputs: module path -> output of its last call.
         attention: module path -> calls of the attention interface made with that module.
+        made: id of a tensor -> where it came from, for what modules without children returned.
+        modules: the modules of `made` by path.
         problem: why the run ended early, "" if it did not.
     """
 
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
     attention: dict[str, list[AttentionCall]] = field(default_factory=dict)
+    made: dict[int, Made] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -164,7 +179,7 @@ def _check_near(ask: Asker, window: int | None) -> None:
 
 def _check_row(ask: Asker, q: int, window: int | None) -> None:
     edge = window or 0
-    distances = {*range(-2, 300), *range(300, q, 9973), *(1 << n for n in range(21)), *range(edge - 300, edge + 300), q}
+    distances = {*range(-2, 8192), *range(8192, q, 997), *(1 << n for n in range(21)), *range(edge - 99, edge + 99), q}
     kv = torch.tensor(sorted(q - d for d in distances if d <= q))
     wanted = (kv <= q) & (q - kv < (window or 2 * _FAR))
     seen = ask(q, kv)
@@ -290,6 +305,7 @@ def _calls_into(seen: Observation, paths: dict[int, str]) -> Iterator[None]:
         output = call_on_meta(original, module, args, kwargs)
         if path is not None:
             seen.outputs[path] = output
+            _note_made(seen, path, module, output)
         return output
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -297,6 +313,16 @@ def _calls_into(seen: Observation, paths: dict[int, str]) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _note_made(seen: Observation, path: str, module: nn.Module, output: Any) -> None:
+    if next(module.children(), None) is not None or next(module.parameters(), None) is not None:
+        return
+    seen.modules[path] = module
+    call = len(seen.calls[path]) - 1
+    for number, leaf in enumerate(tree_leaves(output)):
+        if isinstance(leaf, torch.Tensor):
+            seen.made[id(leaf)] = Made(leaf, path, number, call)
 
 
 def rescales(module: nn.Module) -> bool:

@@ -1,0 +1,136 @@
+"""What a mask function lets a token see, recovered by asking it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Gemma2Config, LlamaConfig
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from tfbackend.errors import UnsupportedModelError
+from tfbackend.graph.observe import MaskWindow, mask_window, observe
+from tfbackend.meta import build
+
+LONGEST = 1 << 21
+
+
+@given(st.integers(1, LONGEST - 1))
+@settings(max_examples=40, deadline=None)
+def test_any_window_is_recovered(window):
+    assert mask_window(lambda b, h, q, kv: (kv <= q) & (q - kv < window)) == MaskWindow(window)
+
+
+@given(st.integers(1, 3000), st.integers(0, 4000))
+@settings(max_examples=25, deadline=None)
+def test_a_hole_anywhere_near_is_found(window, at):
+    """One distance that is hidden within the window, or seen beyond it."""
+    with pytest.raises(UnsupportedModelError):
+        mask_window(lambda b, h, q, kv: (kv <= q) & ((q - kv < window + 300) ^ (q - kv == min(at, window + 298))))
+
+
+def test_transformers_own_functions():
+    assert mask_window(causal_mask_function) == MaskWindow(None)
+    assert mask_window(sliding_window_causal_mask_function(37)) == MaskWindow(37)
+
+
+def _prefix(b, h, q, kv):
+    return (kv <= q) | (kv < 5)
+
+
+def _sinks(b, h, q, kv):
+    return (kv <= q) & ((q - kv < 64) | (kv < 4))
+
+
+def _strided(b, h, q, kv):
+    return (kv <= q) & ((q - kv) % 2 == 0)
+
+
+def _dilated_window(b, h, q, kv):
+    return (kv <= q) & ((q - kv) % 2 == 0) & (q - kv < 256)
+
+
+def _distant_hole(b, h, q, kv):
+    return (kv <= q) & ~((q - kv > 100) & (q - kv < 200))
+
+
+def _grows(b, h, q, kv):
+    return (kv <= q) & (q - kv < q // 2 + 1)
+
+
+def _strict(b, h, q, kv):
+    return kv < q
+
+
+def _two_ahead(b, h, q, kv):
+    return (kv <= q) | (kv == q + 2)
+
+
+def _early_tokens_alone(b, h, q, kv):
+    return (kv <= q) & ((q > 20) | (q == kv))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        bidirectional_mask_function,
+        chunked_causal_mask_function(8, torch.tensor([0])),
+        chunked_causal_mask_function(8192, torch.tensor([0])),
+        _prefix,
+        _sinks,
+        _strided,
+        _dilated_window,
+        _distant_hole,
+        _grows,
+        _strict,
+        _two_ahead,
+        _early_tokens_alone,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_other_masks_are_refused(function):
+    with pytest.raises(UnsupportedModelError, match="mask"):
+        mask_window(function)
+
+
+def test_function_that_branches_is_asked_pair_by_pair():
+    def branching(b, h, q, kv):
+        return bool(kv <= q)
+
+    assert mask_window(branching) == MaskWindow(None)
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
+
+
+def test_each_layer_has_the_window_of_its_own_mask():
+    kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    config = Gemma2Config(**SMALL, head_dim=16, num_hidden_layers=4, layer_types=kinds, sliding_window=11)
+    seen = observe(build(config, torch.float32).base)
+    assert not seen.problem
+    windows = [seen.attention[f"layers.{i}.self_attn"][0].mask for i in range(4)]
+    assert windows == [MaskWindow(11), MaskWindow(None), MaskWindow(None), MaskWindow(11)]
+
+
+def test_the_observed_run_leaves_nothing_behind():
+    import transformers.masking_utils as masking_utils
+    from torch import nn
+
+    before = masking_utils.find_packed_sequence_indices, nn.Module.__call__
+    base = build(LlamaConfig(**SMALL, num_hidden_layers=1), torch.float32).base
+    buffers = {name: buffer.device.type for name, buffer in base.named_buffers()}
+    observe(base)
+    assert (masking_utils.find_packed_sequence_indices, nn.Module.__call__) == before
+    assert {name: buffer.device.type for name, buffer in base.named_buffers()} == buffers
+    assert set(buffers.values()) == {"cpu"}
