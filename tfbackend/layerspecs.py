@@ -215,6 +215,7 @@ class RotarySpec:
         neox: True pairs element i with i + rotary_dim/2, False pairs 2i with 2i + 1.
         wide: True where the rotation is computed in float32 and cast back.
         half: how cos/sin are folded: "first" repeats the half after itself, "even" repeats each element.
+        copy: whether query and key are read by others too, so that they must not be rotated in place.
     """
 
     head_dim: int
@@ -222,6 +223,7 @@ class RotarySpec:
     neox: bool = True
     wide: bool = False
     half: str = "first"
+    copy: bool = False
 
     @property
     def picked(self) -> slice:

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tfbackend.errors import PlanConflictError
 from tfbackend.fusers.base import Miss, Rewrite, Site
-from tfbackend.graph.observe import RUN_ERRORS, answering
+from tfbackend.graph.constants import real_value
+from tfbackend.graph.observe import RUN_ERRORS, Observation, answering
 from tfbackend.layerspecs import (
     ActMulSpec,
     AttentionSpec,
@@ -37,6 +38,7 @@ from tfbackend.layerspecs import (
     MergedLinearSpec,
     NormSpec,
     QKVSpec,
+    RotarySpec,
 )
 from tfbackend.proof_key import content, proof_key
 from tfbackend.source.edits import apply_edits
@@ -156,7 +158,7 @@ def prove(site: Site, group: Sequence[Rewrite]) -> str:
         try:
             original = materialise(site.module, generator)
             for size in _sizes(group):
-                args, kwargs = random_inputs(calls[0], original, generator, size)
+                args, kwargs = random_inputs(calls[0], original, generator, size, site.observation)
                 reference = _Reference(site, group)
                 with answering(reference.attend):
                     # Decorators of the original are part of what it does.
@@ -258,7 +260,11 @@ def _random_weight(owner: nn.Module, like: torch.Tensor, generator: torch.Genera
 
 
 def random_inputs(
-    call: Any, module: nn.Module, generator: torch.Generator, size: float = 1.0
+    call: Any,
+    module: nn.Module,
+    generator: torch.Generator,
+    size: float = 1.0,
+    observation: Observation | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     filled: dict[int, Any] = {}
 
@@ -275,7 +281,8 @@ def random_inputs(
         if not x.dtype.is_floating_point:
             top = module.num_embeddings if isinstance(module, nn.Embedding) else 7
             return torch.randint(0, top, x.shape, generator=generator)
-        return torch.randn(x.shape, generator=generator) * size
+        real = real_value(observation, x) if observation is not None else None
+        return torch.randn(x.shape, generator=generator) * size if real is None else real
 
     args, kwargs = tree_map(fill, call)
     return tuple(args), dict(kwargs)
@@ -334,7 +341,7 @@ def _reference_child(name: str, spec: LayerSpec, rewrite: Rewrite, original: nn.
     if isinstance(spec, (QKVSpec, MergedLinearSpec)):
         parts = sorted((e for e in rewrite.weights if e.target == name), key=lambda entry: _place(entry.shard))
         return _SideBySide([original.get_submodule(e.source) for e in parts], spec)
-    assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec))
+    assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec, RotarySpec))
     return spec.reference()
 
 

@@ -12,11 +12,13 @@ from tfbackend.fusers.merged_column import MergedColumnFuser
 from tfbackend.fusers.norm import NormFuser
 from tfbackend.fusers.packed_qkv import PackedQKVFuser
 from tfbackend.fusers.qkv import QKVFuser
+from tfbackend.fusers.rope import RopeFuser
 
 FUSERS: tuple[Fuser, ...] = (
     AttentionFuser(),
     QKVFuser(),
     PackedQKVFuser(),
+    RopeFuser(),
     GLUFuser(),
     MergedColumnFuser(),
     FixedRopeFuser(),

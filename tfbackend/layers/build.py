@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
+from tfbackend.layers.rotary import Rotary
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -35,6 +36,7 @@ from tfbackend.layerspecs import (
     MergedLinearSpec,
     NormSpec,
     QKVSpec,
+    RotarySpec,
 )
 
 
@@ -120,6 +122,10 @@ _ACT_MULS: dict[str, Callable[[], Any]] = {
 }
 
 
+def _rotary(spec: RotarySpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return Rotary(spec, context.rotary_tables)
+
+
 def _embedding(spec: EmbeddingSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
     keywords = {"params_dtype": context.dtype, "quant_config": context.quant_config, "prefix": prefix}
     made: nn.Module
@@ -154,6 +160,7 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     LinearSpec: _linear,
     MergedLinearSpec: _merged,
     QKVSpec: _qkv,
+    RotarySpec: _rotary,
     NormSpec: _norm,
     ActMulSpec: _act_mul,
     EmbeddingSpec: _embedding,
