@@ -16,10 +16,11 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from tfbackend.errors import UnsupportedModelError
-from tfbackend.graph.observe import TOKENS, Observation
-from tfbackend.graph.query import name_of, through_casts
+from tfbackend.graph.observe import RUN_ERRORS, TOKENS, Observation
+from tfbackend.graph.query import name_of, through_casts, value_of
 from tfbackend.graph.tracing import Trace, trace
 from tfbackend.meta import MetaModel
+from tfbackend.proof import materialise, plain_float32
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,37 @@ def plan_head(meta: MetaModel, observation: Observation) -> HeadPlan:
     if logits is None or len(linears) != 1 or start is None:
         raise _refusal(meta, f"it calls {meta.head_path} {len(linears)} times, or gives no logits")
     linear = linears[0]
-    entering = linear.args[0]
-    assert isinstance(entering, fx.Node)
+    entering = linear.args[0] if linear.args else None
+    if not isinstance(entering, fx.Node):
+        raise _refusal(meta, f"it calls {meta.head_path} with keywords")
     before, after = _cut(meta, traced, start, entering), _cut(meta, traced, linear, logits)
     modules = tuple(
         sorted({str(n.target) for g in (before, after) if g for n in g.nodes if n.op in ("call_module", "get_attr")})
     )
     soft_cap, scale, plain = _read_scalars(after)
+    _check_per_token(meta, before, start)
+    _check_per_token(meta, None if plain else after, linear)
     return HeadPlan(before, None if plain else after, soft_cap, scale, modules)
+
+
+def _check_per_token(meta: MetaModel, graph: fx.Graph | None, start: fx.Node) -> None:
+    """Run `graph` on all tokens at once and on each alone: the engine asks for the logits of some tokens only.
+
+    Raises:
+        UnsupportedModelError: the results differ, or it does not run.
+    """
+    if graph is None:
+        return
+    generator = torch.Generator().manual_seed(22)
+    with torch.no_grad(), plain_float32():
+        try:
+            run = materialise(runnable(graph, meta.model), generator)
+            x = torch.randn((1, TOKENS, value_of(start).shape[-1]), generator=generator)
+            together, alone = run(x), torch.cat([run(x[:, i : i + 1]) for i in range(TOKENS)], dim=1)
+        except RUN_ERRORS as error:
+            raise _refusal(meta, f"an operation around the head does not run by itself: {error}") from error
+    if together.shape != alone.shape or not torch.allclose(together, alone, rtol=1e-4, atol=1e-5):
+        raise _refusal(meta, "the logits of a token depend on which others are asked for")
 
 
 def _refusal(meta: MetaModel, found: str) -> UnsupportedModelError:
