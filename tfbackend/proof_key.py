@@ -9,7 +9,7 @@ import json
 import marshal
 from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -87,8 +87,10 @@ def _is_torchs(cls: type) -> bool:
 
 
 def _code(cls: type) -> str:
+    # A class knows its module by name, and that name may have been given to another file since; its functions know.
+    files = [member.__code__.co_filename for member in vars(cls).values() if isinstance(member, FunctionType)]
     try:
-        path = Path(inspect.getsourcefile(cls) or "")
+        path = Path(files[0] if files else inspect.getsourcefile(cls) or "")
         return _file_digest(str(path), path.stat().st_mtime_ns)
     except (OSError, TypeError):
         forward = inspect.unwrap(getattr(cls, "forward", object))
