@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
 import torch
 from vllm import envs
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import CacheConfig, CompilationMode, VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tfbackend.layers.context import BuildContext
@@ -36,9 +37,19 @@ def build_context(config: VllmConfig) -> BuildContext:
         dtype=config.model_config.dtype,
         device=torch.device(config.load_config.device or config.device_config.device),
         quant_config=config.quant_config,
-        cache_config=config.cache_config,
+        cache_config=_without_window(config.cache_config),
         tp_size=config.parallel_config.tensor_parallel_size,
     )
+
+
+def _without_window(cache: CacheConfig) -> CacheConfig:
+    """vLLM gives its attention layers the window of the whole model where they have none, and ours say what they have:
+    a config may name a window that no layer of the Transformers class uses."""
+    if cache.sliding_window is None:
+        return cache
+    cache = copy.copy(cache)
+    cache.sliding_window = None
+    return cache
 
 
 def cache_directory() -> Path:

@@ -78,12 +78,12 @@ class AttentionFuser:
         if call.query[1] % call.key[1]:
             return f"{call.query[1]} query heads do not divide into {call.key[1]} KV heads"
         for key, value in call.keywords.items():
-            if problem := _keyword_problem(site.module, key, value):
+            if problem := _keyword_problem(site.module, key, value, call.query[1]):
                 return problem
         return ""
 
 
-def _keyword_problem(module: nn.Module, key: str, value: Any) -> str:
+def _keyword_problem(module: nn.Module, key: str, value: Any, heads: int) -> str:
     if value is None or key in _HARMLESS:
         return ""
     if key in ("scaling", "softcap"):
@@ -93,8 +93,9 @@ def _keyword_problem(module: nn.Module, key: str, value: Any) -> str:
     if key == "is_causal":
         return "" if value is True else "is_causal is not True"
     if key == "s_aux":
-        known = isinstance(value, torch.Tensor) and _own_name(module, value)
-        return "" if known else "its attention sinks are no parameter of the module"
+        if not isinstance(value, torch.Tensor) or not _own_name(module, value):
+            return "its attention sinks are no parameter of the module"
+        return "" if tuple(value.shape) == (heads,) else f"its sinks are {tuple(value.shape)} for {heads} heads"
     return f"the keyword {key} would be dropped"
 
 

@@ -22,6 +22,7 @@ from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
 from tfbackend.layers.rotary import Rotary
+from tfbackend.layers.sinks import own_sinks
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -43,7 +44,7 @@ from tfbackend.layerspecs import (
 def build_layer(spec: LayerSpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
     """The live layer for `spec` at `prefix`, the path that vLLM's quantization and caches know it by.
 
-    `site` is the module it is for; only attention reads from it, its sinks.
+    `site` is the module it is for; only attention looks at it, and puts the sinks that it will read there.
     """
     builder = _BUILDERS[type(spec)]
     made: nn.Module = builder(spec, prefix, context, site)
@@ -140,7 +141,7 @@ def _embedding(spec: EmbeddingSpec, prefix: str, context: BuildContext, _: nn.Mo
 def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
     extra: dict[str, Any] = {}
     if spec.sinks is not None:
-        extra["sinks"] = getattr(site, spec.sinks)
+        extra["sinks"] = own_sinks(site, spec.sinks, context)
     made: nn.Module = Attention(
         spec.num_heads // context.tp_size,
         spec.head_dim,

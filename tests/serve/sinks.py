@@ -1,0 +1,54 @@
+"""A tiny decoder whose attention has sinks, and what its tests ask of it in other processes."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.serve.configs import WINDOW, F, S, Variant
+from tests.serve.oracle import Answer, _farthest, load
+
+FIELDS: dict[str, Any] = {
+    "vocab_size": 500,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "attention_dropout": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": WINDOW,
+    "layer_types": [F, S, F, S],
+    "layer_rope_theta": [1000.0, 1000.0, 500.0, 0],
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+    "tie_word_embeddings": False,
+}
+
+GRANITE_SWA = Variant("granite_swa", "granite_swa", FIELDS)
+
+
+def logprobs_moved(folder: str, prompts: list[list[int]], answers: list[Answer]) -> dict[str, float]:
+    """How far the answers' log-probabilities move without sinks, and with each pair of ranks' heads exchanged."""
+    import torch
+
+    model = load(Path(folder))
+    sinks = [p for name, p in model.named_parameters() if name.endswith("sinks")]
+    kept = [p.detach().clone() for p in sinks]
+    changes = {"dropped": lambda p: torch.full_like(p, -1e4), "exchanged": lambda p: p.roll(len(p) // 2)}
+    moved = {}
+    with torch.no_grad():
+        for name, change in changes.items():
+            for parameter, value in zip(sinks, kept, strict=True):
+                parameter.copy_(change(value))
+            moved[name] = _farthest(model, prompts, answers)
+    return moved
+
+
+def sinks_of(model: Any) -> list[tuple[tuple[int, ...], bool]]:
+    """For each layer of a live model: the shape of its sinks, and whether its attention holds that very tensor."""
+    attention = [layer.self_attn for layer in model.model.layers]
+    return [(tuple(a.sinks.shape), a.attn.impl.sinks is a.sinks) for a in attention]
