@@ -1,0 +1,117 @@
+"""Every name of vLLM and Transformers that is imported below the line, and the signatures we rely on.
+
+The names are read from our own source, so the list cannot go stale. When a release moves something, this says what.
+"""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+PACKAGE = Path(__file__).resolve().parents[1] / "tfbackend"
+FOREIGN = ("vllm", "transformers")
+
+
+def seams():
+    """(module, name, where) of every foreign import; name is "" for a whole module."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            pairs = []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                pairs = [(node.module, alias.name) for alias in node.names]
+            elif isinstance(node, ast.Import):
+                pairs = [(alias.name, "") for alias in node.names]
+            for module, name in pairs:
+                if module.split(".")[0] in FOREIGN:
+                    found.setdefault((module, name), f"{path.relative_to(PACKAGE).as_posix()}:{node.lineno}")
+    return [(module, name, where) for (module, name), where in sorted(found.items())]
+
+
+@pytest.mark.parametrize(("module", "name", "where"), seams(), ids=lambda value: value)
+def test_name_is_where_we_import_it_from(module, name, where):
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        pytest.fail(f"{module} has gone; {where} needs it: {error}")
+    if name and not hasattr(found, name):
+        try:
+            importlib.import_module(f"{module}.{name}")
+        except ImportError:
+            pytest.fail(f"{module} has no {name} any more; {where} needs it")
+
+
+SIGNATURES = {
+    # what is called: the parameters that we name or fill by position
+    "vllm.model_executor.layers.linear:ColumnParallelLinear": "input_size output_size bias gather_output params_dtype "
+    "quant_config prefix return_bias",
+    "vllm.model_executor.layers.linear:RowParallelLinear": "input_size output_size bias input_is_parallel params_dtype "
+    "quant_config prefix return_bias",
+    "vllm.model_executor.layers.linear:ReplicatedLinear": "input_size output_size bias params_dtype quant_config prefix "
+    "return_bias",
+    "vllm.model_executor.layers.linear:MergedColumnParallelLinear": "input_size output_sizes bias params_dtype "
+    "quant_config prefix return_bias",
+    "vllm.model_executor.layers.linear:QKVParallelLinear": "hidden_size head_size total_num_heads total_num_kv_heads "
+    "bias params_dtype quant_config prefix return_bias v_head_size",
+    "vllm.model_executor.layers.attention:Attention": "num_heads head_size scale num_kv_heads cache_config quant_config "
+    "logits_soft_cap per_layer_sliding_window prefix",
+    "vllm.model_executor.layers.layernorm:RMSNorm": "hidden_size eps has_weight dtype",
+    "vllm.model_executor.layers.layernorm:GemmaRMSNorm": "hidden_size eps",
+    "vllm.model_executor.layers.activation:GeluAndMul": "approximate",
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": "num_embeddings embedding_dim "
+    "params_dtype quant_config prefix",
+    "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead": "num_embeddings embedding_dim bias "
+    "params_dtype quant_config prefix",
+    "vllm.model_executor.layers.logits_processor:LogitsProcessor": "vocab_size scale soft_cap",
+    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_prefix orig_to_new_stacked",
+    "vllm.compilation.decorators:support_torch_compile": "dynamic_arg_dims",
+    "vllm.model_executor.models.registry:ModelRegistry.register_model": "model_arch model_cls",
+}
+
+
+def resolve(place):
+    module, _, names = place.partition(":")
+    found = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("place", SIGNATURES)
+def test_signature_has_what_we_pass(place):
+    parameters = inspect.signature(resolve(place)).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    gone = [name for name in SIGNATURES[place].split() if name not in parameters]
+    assert not gone or open_ended, f"{place} no longer takes {gone}; it takes {list(parameters)}"
+
+
+def test_attention_interface_and_masks_of_transformers():
+    from transformers import masking_utils
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    assert callable(ALL_ATTENTION_FUNCTIONS.register)
+    assert callable(ALL_MASK_ATTENTION_FUNCTIONS.register)
+    assert isinstance(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, dict)
+    assert list(inspect.signature(masking_utils.find_packed_sequence_indices).parameters) == ["position_ids"]
+    mask = inspect.signature(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]).parameters
+    assert {"q_length", "kv_length", "mask_function"} <= set(mask)
+
+
+def test_soft_cap_is_applied_before_the_scale():
+    """head.py tells both in numbers only for this order."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    source = inspect.getsource(LogitsProcessor.forward)
+    assert source.index("soft_cap") < source.index("self.scale")
+
+
+def test_shards_of_a_qkv_projection_are_called_q_k_v():
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    source = inspect.getsource(QKVParallelLinear)
+    assert all(f'"{shard}"' in source for shard in "qkv")
