@@ -12,10 +12,11 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
 from tfbackend.graph.constants import real_value
@@ -169,9 +170,19 @@ def _run(found: _Rotation, *tensors: torch.Tensor) -> list[torch.Tensor]:
     for node in (found.query, found.key, found.cos, found.sin):
         nodes[node] = graph.placeholder(node.name)
     for node in found.inside:
-        nodes[node] = graph.node_copy(node, lambda n: nodes[n])
+        nodes[node] = _widened(graph.node_copy(node, lambda n: nodes[n]))
     graph.output(tuple(nodes[n] for n in found.outputs))
     return list(fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run(*tensors))
+
+
+def _widened(node: fx.Node) -> fx.Node:
+    """The node with float32 for every narrower float that it casts to: what is compared is run in float32."""
+
+    def widen(argument: Any) -> Any:
+        return torch.float32 if isinstance(argument, torch.dtype) and argument.is_floating_point else argument
+
+    node.args, node.kwargs = map_aggregate(node.args, widen), map_aggregate(node.kwargs, widen)
+    return node
 
 
 def _agree(
