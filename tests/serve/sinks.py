@@ -1,10 +1,14 @@
 """A tiny decoder whose attention has sinks, and what its tests ask of it in other processes."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
 from tests.serve.configs import WINDOW, F, S, Variant
-from tests.serve.oracle import Answer, _farthest, load
+from tests.serve.oracle import Answer, _farthest, answer, load
 
 FIELDS: dict[str, Any] = {
     "vocab_size": 500,
@@ -48,7 +52,40 @@ def logprobs_moved(folder: str, prompts: list[list[int]], answers: list[Answer])
     return moved
 
 
-def sinks_of(model: Any) -> list[tuple[tuple[int, ...], bool]]:
-    """For each layer of a live model: the shape of its sinks, and whether its attention holds that very tensor."""
+def attention_of(model: Any) -> list[tuple[tuple[int, ...], bool, int]]:
+    """For each layer of a live model: the shape of its sinks, whether its attention holds that very tensor, and the
+    window of its attention, -1 for none."""
     attention = [layer.self_attn for layer in model.model.layers]
-    return [(tuple(a.sinks.shape), a.attn.impl.sinks is a.sinks) for a in attention]
+    return [(tuple(a.sinks.shape), a.attn.impl.sinks is a.sinks, a.attn.impl.sliding_window) for a in attention]
+
+
+REMOTE_FIELDS: dict[str, Any] = (
+    {
+        "architectures": ["SunkenForCausalLM"],
+        "auto_map": {"AutoConfig": "sunken.SunkenConfig", "AutoModelForCausalLM": "sunken.SunkenForCausalLM"},
+        "model_type": "sunken",
+        "dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    }
+    | {name: FIELDS[name] for name in list(FIELDS)[:11]}
+    | {"head_dim": 64, "sliding_window": WINDOW}
+)
+
+
+def make_remote(folder: str, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+    """Make a checkpoint with code of its own in ``folder`` and ask it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.serve.tiny import randomise
+
+    path = Path(folder)
+    path.mkdir(parents=True)
+    shutil.copy(Path(__file__).parent / "remote" / "sunken.py", path)
+    (path / "config.json").write_text(json.dumps(REMOTE_FIELDS))
+    config = AutoConfig.from_pretrained(path, trust_remote_code=True)
+    torch.manual_seed(17)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True, attn_implementation="eager").eval()
+    randomise(model)
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path / "model.safetensors")
+    return [answer(model, prompt, max_tokens) for prompt in prompts]

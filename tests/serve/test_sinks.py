@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.serve.configs import WINDOW
 from tests.serve.engine import MAX_TOKENS, OURS, Harness, Request, Served
 from tests.serve.judge import LOGPROB, SAME_COMPUTATION, judge
 from tests.serve.oracle import Answer, make_and_ask
-from tests.serve.sinks import GRANITE_SWA, logprobs_moved, sinks_of
+from tests.serve.sinks import GRANITE_SWA, attention_of, logprobs_moved, make_remote
 from tests.serve.tiny import make_prompts
 
 pytestmark = pytest.mark.engine
@@ -17,9 +18,9 @@ def expected(harness: Harness) -> list[Answer]:
     return harness.ask_oracle(make_and_ask, GRANITE_SWA, folder, make_prompts(), MAX_TOKENS)
 
 
-def _serve(harness: Harness, expected: list[Answer], **engine_args: object) -> Served:
+def _serve(harness: Harness, expected: list[Answer], folder: str, **engine_args: object) -> Served:
     prompts = tuple(map(tuple, make_prompts()))
-    request = Request(harness.checkpoint(GRANITE_SWA.name), (prompts,), engine_args=engine_args, inspect=sinks_of)
+    request = Request(folder, (prompts,), engine_args=engine_args, inspect=attention_of)
     outcome = harness.serve(request)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     served = outcome.value
@@ -37,12 +38,19 @@ def test_sinks_show(harness: Harness, expected: list[Answer]) -> None:
 
 
 def test_one_rank(harness: Harness, expected: list[Answer]) -> None:
-    assert _serve(harness, expected).inspected == [[((4,), True)] * 4]
-
-
-def test_compiled(harness: Harness, expected: list[Answer]) -> None:
-    assert _serve(harness, expected, enforce_eager=False).inspected == [[((4,), True)] * 4]
+    served = _serve(harness, expected, harness.checkpoint(GRANITE_SWA.name))
+    assert served.inspected == [[((4,), True, -1), ((4,), True, WINDOW)] * 2]
 
 
 def test_two_ranks(harness: Harness, expected: list[Answer]) -> None:
-    assert _serve(harness, expected, tensor_parallel_size=2).inspected == [[((2,), True)] * 4] * 2
+    served = _serve(harness, expected, harness.checkpoint(GRANITE_SWA.name), tensor_parallel_size=2)
+    assert served.inspected == [[((2,), True, -1), ((2,), True, WINDOW)] * 2] * 2
+
+
+def test_remote_code(harness: Harness) -> None:
+    """Its config names a window and no layer types: vLLM would give the window to the layers that have none."""
+    folder = harness.checkpoint("sunken")
+    answers = harness.ask_oracle(make_remote, folder, make_prompts(), MAX_TOKENS)
+    args = {"trust_remote_code": True}
+    served = _serve(harness, answers, folder, **args)
+    assert served.inspected == [[((4,), True, -1), ((4,), True, WINDOW)] * 2]
