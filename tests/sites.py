@@ -10,7 +10,8 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from tfbackend.fusers.base import Miss, Rewrite, Site
-from tfbackend.graph.observe import TOKENS, Observation, attention_interface, observe
+from tfbackend.graph.interface import attention_interface
+from tfbackend.graph.observe import TOKENS, Observation, observe
 from tfbackend.plan import _collect_proven, _Planner
 from tfbackend.proof import Prover
 from tfbackend.serving import ServingSpec

@@ -16,7 +16,8 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from tfbackend.errors import UnsupportedModelError
-from tfbackend.graph.observe import RUN_ERRORS, TOKENS, Observation
+from tfbackend.graph.interface import RUN_ERRORS
+from tfbackend.graph.observe import TOKENS, Observation
 from tfbackend.graph.query import name_of, through_casts, value_of
 from tfbackend.graph.tracing import Trace, trace
 from tfbackend.meta import MetaModel

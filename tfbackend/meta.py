@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreT
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tfbackend.errors import ConfigError, UnsupportedModelError
-from tfbackend.graph.observe import attention_interface
+from tfbackend.graph.interface import attention_interface
 
 ATTENTION_NAME = "tfbackend"
 """What `config._attn_implementation` is set to; Transformers' attention modules then call ours."""

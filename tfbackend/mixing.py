@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tfbackend.graph.interface import RUN_ERRORS, answering, rescales
 from tfbackend.graph.kinds import kind_key
-from tfbackend.graph.observe import RUN_ERRORS, TOKENS, Observation, answering, rescales
+from tfbackend.graph.observe import TOKENS, Observation
 from tfbackend.proof import Prover, materialise, plain_float32, random_inputs
 from tfbackend.proof_key import module_key
 

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tfbackend.errors import PlanConflictError
 from tfbackend.fusers.base import Miss, Rewrite, Site
 from tfbackend.graph.constants import real_value
-from tfbackend.graph.observe import RUN_ERRORS, Observation, answering
+from tfbackend.graph.interface import RUN_ERRORS, answering
+from tfbackend.graph.observe import Observation
 from tfbackend.layerspecs import (
     ActMulSpec,
     AttentionSpec,

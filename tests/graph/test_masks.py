@@ -13,7 +13,8 @@ from transformers.masking_utils import (
 )
 
 from tfbackend.errors import UnsupportedModelError
-from tfbackend.graph.observe import MaskWindow, mask_window, observe
+from tfbackend.graph.masks import MaskWindow, mask_window
+from tfbackend.graph.observe import observe
 from tfbackend.meta import build
 
 LONGEST = 1 << 21

@@ -88,13 +88,22 @@ def _look(
         return inspect_model(request, advance)
 
 
-def proof_folder() -> Path:
-    """Where the engine keeps its proofs too: TFBACKEND_CACHE, or a folder in vLLM's cache."""
+def proof_folder() -> Path | None:
+    """Where the engine keeps its proofs too: TFBACKEND_CACHE, or a folder in vLLM's cache; None if it can't be made."""
+    path = _cache() / "proofs"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return path if os.access(path, os.W_OK) else None
+
+
+def _cache() -> Path:
     if own := os.environ.get("TFBACKEND_CACHE"):
-        return Path(own) / "proofs"
+        return Path(own)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(home, "vllm")
-    return Path(root).expanduser() / "tfbackend" / "proofs"
+    return Path(root).expanduser() / "tfbackend"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
-from tfbackend.graph.observe import rescales
+from tfbackend.graph.interface import rescales
 from tfbackend.layerspecs import FixedRopeSpec
 
 

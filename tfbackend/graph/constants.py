@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tfbackend.graph.observe import RUN_ERRORS, Observation, rescales
+from tfbackend.graph.interface import RUN_ERRORS, rescales
+from tfbackend.graph.observe import Observation
 
 
 def real_value(observation: Observation, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -6,14 +6,16 @@ import ast
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from tfbackend.graph.observe import Observation
 from tfbackend.graph.tracing import Trace, trace
 from tfbackend.source.forward import ForwardSource, SourceError, forward_source
+
+if TYPE_CHECKING:
+    from tfbackend.graph.observe import Observation
 
 KindKey = tuple[Any, ...]
 
@@ -64,6 +66,16 @@ def kind_key(module: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any
         numbers_matter = child is module and _branches_on_layer_number(type(module))  # type: ignore[arg-type]
         inside.append((name, type(child), *own_state(child, without=() if numbers_matter else (_LAYER_NUMBER,))))
     return tuple(inside), tuple(sorted({_outline(call) for call in calls}, key=repr)), len(calls)
+
+
+def layer_key(module: nn.Module) -> KindKey:
+    """Equal for two layers that do the same, and whose insides do, but for the values of parameters."""
+    inside = []
+    for name, child in module.named_modules():
+        cls: Any = type(child)
+        without = () if _branches_on_layer_number(cls) else (_LAYER_NUMBER,)
+        inside.append((name, type(child), *own_state(child, without=without)))
+    return tuple(inside)
 
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))

@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tfbackend.graph.observe import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
+from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
 
 Span = tuple[int, int, int, int]
 """(first line, first column, last line, last column) in the file, lines from 1, columns in bytes from 0."""
@@ -57,7 +57,9 @@ def attention_call(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a marker, not a function")
 
 
-def trace(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+def trace(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: Mapping[str, Any] | None = None
+) -> Trace:
     """Record `module`'s forward over the given meta arguments. Never raises for what the module does: it ends early."""
     recorder = _Recorder(module)
     forward = inspect.unwrap(type(module).forward)

@@ -55,7 +55,7 @@ def memory_lines(found: Inspection) -> list[str]:
     guess = " (estimated from the bits of quantized linears)" if memory.estimated else ""
     lines = [" ".join(f"{bytes_text(memory.weights)} of weights {a_rank}".split()) + stages + guess]
     cache = max((stage.cache for stage in memory.stages), key=lambda c: c.request_bytes(1 << 16))
-    lines += cache_lines(cache)
+    lines += cache_lines(cache, found.serving.max_model_len)
     if memory.fit is not None and cache.groups:
         fit = memory.fit
         room = f"{bytes_text(fit.gpu)} x {fit.utilisation:g} - weights - {bytes_text(ALLOWANCE)} for activations"
@@ -67,8 +67,8 @@ def memory_lines(found: Inspection) -> list[str]:
     return lines
 
 
-def cache_lines(cache: Cache) -> list[str]:
-    """Bytes a token, and how windows are counted."""
+def cache_lines(cache: Cache, limit: int) -> list[str]:
+    """Bytes a token, and how windows are counted for requests of up to `limit` tokens."""
     if not cache.groups:
         return ["KV cache not known: no attention layer could be planned"]
     whole = [g for g in cache.groups if g.window is None]
@@ -78,7 +78,7 @@ def cache_lines(cache: Cache) -> list[str]:
         layers = sum(g.layers for g in whole)
         lines.append(f"{cache.bytes_per_token:,} B of KV cache a token, in {layers} layers that see all of it")
     for group in windowed:
-        held = group.blocks(1 << 40) * cache.block_bytes
+        held = group.blocks(limit) * cache.block_bytes
         lines.append(f"at most {bytes_text(held)} a request in {group.layers} layers of window {group.window:,}")
     if windowed:
         lines.append(f"  vLLM's count: window - 1 + {IN_FLIGHT_STEPS} x {BATCHED_TOKENS:,} tokens in flight, in blocks")

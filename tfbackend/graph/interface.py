@@ -1,0 +1,84 @@
+"""Calls that a Transformers model makes and we answer: its attention interface, and its rotary embeddings on meta."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+RUN_ERRORS = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError),
+    *(AssertionError, ArithmeticError, ImportError, SyntaxError),
+)
+"""What the forward of a model may raise when it runs in other circumstances than its author had in mind."""
+
+Recorder = Callable[..., Any]
+_recorders: list[Recorder] = []
+
+
+def attention_interface(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """What Transformers' attention modules call: [1, heads, tokens, dim] in, [1, tokens, heads, v_dim] out.
+
+    While a recorder listens (a meta run, a trace, a proof) it answers; in the engine vLLM's attention layer, which
+    `apply` put on the module, does.
+    """
+    if _recorders:
+        return _recorders[-1](module, query, key, value, attention_mask, **keywords), None
+    tokens, heads = query.shape[2], query.shape[1]
+    attn: Any = module.attn
+    output = attn(
+        query.transpose(1, 2).reshape(tokens, -1),
+        key.transpose(1, 2).reshape(tokens, -1),
+        value.transpose(1, 2).reshape(tokens, -1),
+    )
+    return output.view(1, tokens, heads, -1), None
+
+
+@contextmanager
+def answering(recorder: Recorder) -> Iterator[None]:
+    """Let `recorder(module, query, key, value, mask, **keywords) -> tensor` answer the attention interface."""
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.pop()
+
+
+@contextmanager
+def buffers_on_meta(model: nn.Module) -> Iterator[None]:
+    """Swap real buffers for meta ones, so that they mix with meta activations; the real ones come back."""
+    kept = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None and not b.is_meta]
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer.to("meta")
+    try:
+        yield
+    finally:
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer
+
+
+def rescales(module: nn.Module) -> bool:
+    """Whether a rotary embedding recomputes its frequencies from the positions of each call."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    if not any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+        return False
+    return inspect.unwrap(type(module).forward) is not type(module).forward
+
+
+def call_on_meta(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a module on meta tensors; a rotary embedding that would look at position values is spared the look."""
+    if rescales(module):
+        return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
+    return original(module, *args, **kwargs)

@@ -1,0 +1,137 @@
+"""What a mask lets a token see, found by asking the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from tfbackend.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class MaskWindow:
+    """What a mask lets a token see: itself and the `window - 1` tokens before it, or all before it where None."""
+
+    window: int | None = None
+
+
+_NEAR, _FAR = 160, 1 << 21
+"""Every pair of the first `_NEAR` positions is asked, and pairs around `_FAR`, which is beyond any real context."""
+
+
+def mask_window(function: Callable[..., Any]) -> MaskWindow:
+    """Ask a mask function (batch, head, q, kv) -> bool what it hides: on all pairs of the first positions, where a
+    prefix would show, and far out on many distances, those next to its edge included.
+
+    Raises:
+        UnsupportedModelError: it is neither causal nor a causal window, which is all that vLLM's attention can do.
+    """
+    ask = _asker(function)
+    if ask(_FAR, _FAR + 1) or not ask(_FAR, _FAR):
+        raise UnsupportedModelError("A mask is not causal.", found="a token sees the one after it, or not itself")
+    window = None if ask(_FAR, 0) else _edge(ask)
+    _check_near(ask, window)
+    for q in (_FAR, _FAR + 1, _FAR + 12345):
+        _check_row(ask, q, window)
+    return MaskWindow(window)
+
+
+Asker = Callable[[Any, Any], torch.Tensor]
+
+
+def _asker(function: Callable[..., Any]) -> Asker:
+    """`function` over index tensors that broadcast, for the first sequence and head."""
+    zero = torch.tensor(0)
+
+    def ask(q: Any, kv: Any) -> torch.Tensor:
+        q, kv = torch.broadcast_tensors(torch.as_tensor(q), torch.as_tensor(kv))  # type: ignore[no-untyped-call]
+        try:
+            seen = torch.as_tensor(function(zero, zero, q, kv)).expand(q.shape)
+        except RuntimeError:  # it branches on its arguments, and so takes one pair at a time
+            pairs = zip(q.flatten(), kv.flatten(), strict=True)
+            seen = torch.tensor([bool(function(zero, zero, a, b)) for a, b in pairs]).view(q.shape)
+        return seen
+
+    return ask
+
+
+def _edge(ask: Asker) -> int:
+    """The distance at which a token far out stops seeing, if there is one such distance."""
+    low, high = 0, _FAR
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if ask(_FAR, _FAR - middle) else (low, middle)
+    return high
+
+
+def _check_near(ask: Asker, window: int | None) -> None:
+    q, kv = torch.arange(_NEAR)[:, None], torch.arange(_NEAR)[None, :]
+    wanted = (kv <= q) & (q - kv < (window or _FAR))
+    seen = ask(q, kv)
+    if not torch.equal(seen, wanted):
+        at = (seen != wanted).nonzero()[0].tolist()
+        found = f"token {at[0]} {'sees' if seen[at[0], at[1]] else 'does not see'} token {at[1]}"
+        raise UnsupportedModelError("A mask is neither causal nor a sliding window.", found=found)
+
+
+def _check_row(ask: Asker, q: int, window: int | None) -> None:
+    edge = window or 0
+    distances = {*range(-2, 8192), *range(8192, q, 997), *(1 << n for n in range(21)), *range(edge - 99, edge + 99), q}
+    kv = torch.tensor(sorted(q - d for d in distances if d <= q))
+    wanted = (kv <= q) & (q - kv < (window or 2 * _FAR))
+    seen = ask(q, kv)
+    if not torch.equal(seen, wanted):
+        distance = q - int(kv[seen != wanted][-1])
+        verb = "does not see" if 0 <= distance < (window or q) else "sees"
+        raise UnsupportedModelError(
+            "A mask has holes, or reaches further for some tokens than for others.",
+            found=f"token {q} {verb} the one {distance} before it",
+        )
+
+
+_windows: dict[int, tuple[torch.Tensor, MaskWindow | str]] = {}
+
+
+def _tagged_mask(
+    *args: Any, q_length: int, kv_length: int, mask_function: Callable[..., Any], **_: Any
+) -> torch.Tensor:
+    mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
+    try:
+        _windows[id(mask)] = (mask, mask_window(mask_function))
+    except UnsupportedModelError as error:
+        _windows[id(mask)] = (mask, str(error))
+    return mask
+
+
+@contextmanager
+def masks_that_answer() -> Iterator[None]:
+    """While observing, masks are tags that know their window.
+
+    Position ids are not searched for packed sequences meanwhile: that reads values, and meta tensors have none.
+    """
+    search = masking_utils.find_packed_sequence_indices
+    ALL_MASK_ATTENTION_FUNCTIONS.register("tfbackend", _tagged_mask)
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop("tfbackend", None)
+        _windows.clear()
+
+
+def read_mask(mask: Any, module: nn.Module, is_causal: Any) -> tuple[MaskWindow | None, str]:
+    if mask is None:
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        return (MaskWindow(None), "") if causal is True else (None, "it has no mask and does not say that it is causal")
+    tagged = _windows.get(id(mask))
+    if tagged is None:
+        return None, "the mask was computed by the model itself and cannot be read"
+    return (None, tagged[1]) if isinstance(tagged[1], str) else (tagged[1], "")
