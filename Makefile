@@ -6,7 +6,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 CHECKPOINT := .cache/smollm2-135m-instruct
 
-.PHONY: setup checkpoint demo test check bench
+.PHONY: setup checkpoint demo test check bench matrix
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -26,3 +26,7 @@ check: setup
 
 bench: checkpoint
 	$(PY) -m bench.cpu
+
+# Every architecture of Transformers on a tiny checkpoint, ours beside vLLM's own backend; ARGS="--only failed" and the like.
+matrix: setup
+	$(PY) -m tests.serve.matrix --workers 2 $(ARGS); status=$$?; $(PY) -m tests.serve.matrix.coverage && exit $$status

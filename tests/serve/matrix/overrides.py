@@ -1,0 +1,96 @@
+"""What no rule can know: fields of single architectures. ``...`` leaves a field to the class, None for a sub-config
+leaves it out, a dict for one overrides its fields."""
+
+from typing import Any
+
+from tests.serve.configs import WINDOW
+
+S, F, C = "sliding_attention", "full_attention", "conv"
+_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+_GEMMA4_TEXT = {
+    "num_hidden_layers": 6,
+    "layer_types": [S, F] * 3,
+    "num_kv_shared_layers": 2,
+    "head_dim": 32,
+    "global_head_dim": 64,
+}
+_GEMMA3N_TEXT = {
+    "num_hidden_layers": 6,
+    "layer_types": [S, F] * 3,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.95] * 3 + [0.0] * 3,
+    "laurel_rank": 16,
+}
+_QWEN4 = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 64,
+    "indexer_budget": WINDOW,
+    "indexer_compress_ratio": 4,
+    "hc_lowrank": 16,
+}
+_TINY_VISION = {"hidden_size": 64, "image_size": 32, "patch_size": 16, "num_attention_heads": 2}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "blt": {
+        "encoder_config": {"hidden_size_global": 256},
+        "decoder_config": {"hidden_size_global": 256},
+        "global_config": {"hidden_size": 256},
+        "encoder_hash_byte_group_vocab": 500,
+    },
+    "cohere_compass_text": {
+        "num_hidden_layers": 4,
+        "layer_types": [S, F] * 2,
+        "rope_parameters": {S: _ROPE, F: None},  # as published: no positions on the layers of full attention
+        "head_dim": 128,  # its sections of the rotary dimension add up to 64
+        "logit_scale": 0.4,
+    },
+    "cwm": {"eos_token_id": 2},
+    "dbrx": {"attn_config": {"rope_theta": 1000.0, "clip_qkv": 2.0}},
+    "diffllama": {"attention_dropout": ...},  # refused by the class
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "falcon_h1": {"mamba_d_ssm": 256},
+    "fuyu": {"text_config": {}},
+    "gemma3n": {"text_config": _GEMMA3N_TEXT, "vision_config": None, "audio_config": None},
+    "gemma3n_text": _GEMMA3N_TEXT,
+    "gemma4": {"text_config": _GEMMA4_TEXT, "vision_config": None, "audio_config": None},
+    "gemma4_text": _GEMMA4_TEXT,
+    "gemma4_unified": {"text_config": _GEMMA4_TEXT},
+    "gemma4_unified_text": _GEMMA4_TEXT,
+    "got_ocr2": {
+        "text_config": {},
+        "vision_config": _TINY_VISION
+        | {"mlp_dim": 64, "output_channels": 32, "window_size": 2, "global_attn_indexes": [1]},
+    },
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "hyperclovax": {"attention_multiplier": 0.4},
+    "inkling_text": {"logits_mup_width_multiplier": 2.0},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": [C, F] * 2, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": [C, F] * 2, "num_dense_layers": 2},
+    "mpt": {"attn_config": {"attn_pdrop": ..., "clip_qkv": 2.0}, "logit_scale": 0.4},
+    "phi4_multimodal": {
+        "vision_config": _TINY_VISION | {"crop_size": 32, "image_token_id": 1},
+        "audio_config": {"hidden_size": 64, "num_blocks": 1, "ext_pw_out_channel": 64, "nemo_conv_channels": 32},
+    },
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "reformer": {
+        "axial_pos_shape": [16, 32],
+        "axial_pos_embds_dim": [32, 96],
+        "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": WINDOW,
+        "lsh_attn_chunk_length": WINDOW,
+    },
+    "xlm": {"emb_dim": 128, "causal": True},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+# Architectures of the mapping that are no language model by themselves, each with its reason. They are not attempted.
+EXCLUDED: dict[str, str] = {
+    "gemma3n": "needs the timm package even for text; gemma3n_text is its language model",
+    "gemma4_assistant": "drafts for another model and needs that model's hidden states",
+    "gemma4_unified_assistant": "drafts for another model and needs that model's hidden states",
+    "musicgen": "its tokens are sound, several codebooks at once",
+    "musicgen_melody": "its tokens are sound, several codebooks at once",
+}
