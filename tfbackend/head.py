@@ -62,7 +62,7 @@ def plan_head(meta: MetaModel, observation: Observation) -> HeadPlan:
     """
     if meta.head_path is None:
         raise _refusal(meta, "it has no linear outside the base model")
-    traced = _trace_head(meta)
+    traced = _trace_head(meta, observation)
     if not traced.complete:
         raise _refusal(meta, f"its forward was traced only in part: {traced.ended}")
     logits = _logits(traced.output)
@@ -115,7 +115,7 @@ def _refusal(meta: MetaModel, found: str) -> UnsupportedModelError:
     )
 
 
-def _trace_head(meta: MetaModel) -> Trace:
+def _trace_head(meta: MetaModel, observation: Observation) -> Trace:
     forward = inspect.unwrap(type(meta.model).forward)
     ids = torch.zeros((1, TOKENS), dtype=torch.long, device="meta")
     positions = torch.arange(TOKENS, device="meta")[None]
@@ -123,7 +123,8 @@ def _trace_head(meta: MetaModel) -> Trace:
     parameters = inspect.signature(forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         kwargs = {k: v for k, v in kwargs.items() if k in parameters}
-    return trace(meta.model, (), kwargs)
+    ran = {".".join(p for p in (meta.base_path, path) if p): output for path, output in observation.outputs.items()}
+    return trace(meta.model, (), kwargs, known=ran)
 
 
 def _logits(output: Any) -> fx.Node | None:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from tfbackend.fusers.base import Site
 from tfbackend.graph.kinds import tampered
-from tfbackend.graph.query import sources
+from tfbackend.graph.query import between, sources, value_of
 from tfbackend.source.edits import Edit
 from tfbackend.source.effects import only_call, written_between
 
@@ -114,3 +114,26 @@ def consumer(site: Site, start: fx.Node) -> str:
                 seen.add(user)
                 todo.append(user)
     return found.pop() if len(found) == 1 else ""
+
+
+def across_heads(site: Site, start: fx.Node, end: fx.Node) -> str:
+    """What between a projection and its heads, `end` [1, heads, tokens, dim], ranks could not do on their own heads.
+
+    That is a module over all of them, or one that may hold something for each: it would use the first heads' for those
+    of the second rank. A single head is never divided.
+    """
+    heads, dim, width = value_of(end).shape[1], value_of(end).shape[3], value_of(start).shape[-1]
+    if heads == 1:
+        return ""
+    for node in between(start, end):
+        for read in (n for n in node.all_input_nodes if n.op == "get_attr"):
+            if value_of(read).numel() > dim:
+                return f"{read.target} may hold something for each head, which ranks do not share"
+        if node.op != "call_module" or is_linear(site, node):
+            continue
+        child = site.child(str(node.target))
+        if value_of(node).shape[-1] == width:
+            return f"{node.target} works across heads, which ranks do not share"
+        if [*child.children()] or any(p.numel() > dim for p in child.parameters()):
+            return f"{node.target} may hold something for each head, which ranks do not share"
+    return ""

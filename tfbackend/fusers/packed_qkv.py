@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
-from tfbackend.fusers.linears import Call, consumer, find_calls, linear, linear_sources
+from tfbackend.fusers.linears import Call, across_heads, consumer, find_calls, linear, linear_sources
 from tfbackend.graph.query import SHAPE_ONLY, name_of
 from tfbackend.layerspecs import ROWWISE, QKVSpec
 from tfbackend.source.edits import Edit
@@ -45,6 +45,9 @@ class PackedQKVFuser:
         if site.serving.tp_size > 1 and not out:
             return Miss(self.name, site.qualname, "no one linear takes the output of all heads", site.place())
         if site.serving.tp_size > 1:
+            heads = [a for a in site.trace.attention[0].args[:3] if isinstance(a, fx.Node)]
+            for problem in filter(None, (across_heads(site, found[0][0], end) for end in heads)):
+                return Miss(self.name, site.qualname, problem, site.place())
             calls = find_calls(site, [packed])
             edits = calls if isinstance(calls, str) else self._edits(site, calls[0])
         if isinstance(edits, str):

@@ -15,16 +15,16 @@ from torch import fx
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
 from tfbackend.fusers.linears import (
+    across_heads,
     consumer,
     find_calls,
-    is_linear,
     join_calls,
     linear,
     linear_sources,
     merged_name,
     same_bias,
 )
-from tfbackend.graph.query import between, value_of
+from tfbackend.graph.query import value_of
 from tfbackend.layerspecs import ROWWISE, QKVSpec
 
 ROLES = ("q", "k", "v")
@@ -76,11 +76,7 @@ class QKVFuser:
         shape, width = value_of(end).shape, value_of(start).shape[-1]
         if shape[1] * shape[3] != width:
             return f"{start.target} gives {width} values and {role} has {shape[1]} heads of {shape[3]}"
-        if site.serving.tp_size > 1 and shape[1] > 1:
-            for node in between(start, end):
-                if node.op == "call_module" and not is_linear(site, node) and value_of(node).shape[-1] == width:
-                    return f"{node.target} works across heads, which ranks do not share"
-        return ""
+        return across_heads(site, start, end) if site.serving.tp_size > 1 else ""
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
         call = site.observation.attention[site.qualname][0]

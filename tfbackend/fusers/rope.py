@@ -56,7 +56,7 @@ class RopeFuser:
             return Miss(self.name, site.qualname, spec, site.place())
         source = site.source
         start, end = source.offsets(found.call.func)
-        me = source.tree.args.args[0].arg
+        me = source.me
         return Match({"spec": spec}, (Edit(start, end, f"{me}.rotary", self.name),), frozenset({"rotary"}))
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:

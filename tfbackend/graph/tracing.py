@@ -60,8 +60,11 @@ def attention_call(*args: Any, **kwargs: Any) -> Any:
 def trace(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: Mapping[str, Any] | None = None
 ) -> Trace:
-    """Record `module`'s forward over the given meta arguments. Never raises for what the module does: it ends early."""
-    recorder = _Recorder(module)
+    """Record `module`'s forward over the given meta arguments. Never raises for what the module does: it ends early.
+
+    A child whose path is in `known` does not run; the output given there is what its call returns.
+    """
+    recorder = _Recorder(module, outputs=known or {})
     forward = inspect.unwrap(type(module).forward)
     complete, ended, output = False, "", None
     with torch.no_grad(), buffers_on_meta(module), recorder.listening(forward.__code__):
@@ -90,6 +93,7 @@ def _place_of(error: BaseException, code: CodeType) -> str:
 @dataclass
 class _Recorder:
     module: nn.Module
+    outputs: Mapping[str, Any] = field(default_factory=dict)
     graph: fx.Graph = field(default_factory=fx.Graph)
     attention: list[fx.Node] = field(default_factory=list)
     mutations: list[fx.Node] = field(default_factory=list)
@@ -239,7 +243,8 @@ def _patched_calls(recorder: _Recorder) -> Iterator[None]:
             return call_on_meta(original, module, args, kwargs)
         recorder.active = False
         try:
-            result = call_on_meta(original, module, args, kwargs)
+            known = path in recorder.outputs
+            result = recorder.outputs[path] if known else call_on_meta(original, module, args, kwargs)
         finally:
             recorder.active = True
         recorder.add("call_module", path, args, kwargs, result)
