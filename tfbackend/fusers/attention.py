@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
-
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
-from tfbackend.graph.observe import TOKENS, AttentionCall
+from tfbackend.graph.observe import TOKENS, AttentionCall, OwnParameter
 from tfbackend.layerspecs import AttentionSpec
 
 _HARMLESS = frozenset(
@@ -51,7 +48,7 @@ class AttentionFuser:
             scale=float(scale) if scale is not None else call.query[3] ** -0.5,
             window=call.mask.window if call.mask else None,
             soft_cap=call.keywords.get("softcap"),
-            sinks=_own_name(site.module, sinks) if sinks is not None else None,
+            sinks=sinks.name if sinks is not None else None,
         )
         return Rewrite(
             qualname=site.qualname,
@@ -78,12 +75,12 @@ class AttentionFuser:
         if call.query[1] % call.key[1]:
             return f"{call.query[1]} query heads do not divide into {call.key[1]} KV heads"
         for key, value in call.keywords.items():
-            if problem := _keyword_problem(site.module, key, value, call.query[1]):
+            if problem := _keyword_problem(key, value, call.query[1]):
                 return problem
         return ""
 
 
-def _keyword_problem(module: nn.Module, key: str, value: Any, heads: int) -> str:
+def _keyword_problem(key: str, value: Any, heads: int) -> str:
     if value is None or key in _HARMLESS:
         return ""
     if key in ("scaling", "softcap"):
@@ -93,11 +90,7 @@ def _keyword_problem(module: nn.Module, key: str, value: Any, heads: int) -> str
     if key == "is_causal":
         return "" if value is True else "is_causal is not True"
     if key == "s_aux":
-        if not isinstance(value, torch.Tensor) or not _own_name(module, value):
+        if not isinstance(value, OwnParameter):
             return "its attention sinks are no parameter of the module"
         return "" if tuple(value.shape) == (heads,) else f"its sinks are {tuple(value.shape)} for {heads} heads"
     return f"the keyword {key} would be dropped"
-
-
-def _own_name(module: nn.Module, tensor: Any) -> str | None:
-    return next((name for name, p in module.named_parameters(recurse=False) if p is tensor), None)

@@ -24,9 +24,17 @@ TOKENS = 7
 """Tokens of the meta run. Prime and small: no size of a real model is 7, so a 7 in a graph is the token axis."""
 
 
+class OwnParameter(NamedTuple):
+    """A parameter of the module that calls, by its name there: the module's repeats have one of that name too."""
+
+    name: str
+    shape: torch.Size
+
+
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of the attention interface: shapes [1, heads, tokens, dim], the mask's window, and the keywords."""
+    """One call of the attention interface: shapes [1, heads, tokens, dim], the mask's window, and the keywords, with
+    the module's own parameters as OwnParameter."""
 
     query: torch.Size
     key: torch.Size
@@ -81,6 +89,8 @@ def observe(base: nn.Module) -> Observation:
         **keywords: Any,
     ) -> torch.Tensor:
         window, problem = read_mask(mask, module, keywords.get("is_causal"))
+        own = {id(p): OwnParameter(name, p.shape) for name, p in module.named_parameters(recurse=False)}
+        keywords = {name: own.get(id(given), given) for name, given in keywords.items()}
         call = AttentionCall(query.shape, key.shape, value.shape, window, problem, keywords)
         seen.attention.setdefault(paths.get(id(module), "?"), []).append(call)
         return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
