@@ -51,14 +51,14 @@ SIGNATURES = {
     "quant_config prefix return_bias",
     "vllm.model_executor.layers.linear:RowParallelLinear": "input_size output_size bias input_is_parallel params_dtype "
     "quant_config prefix return_bias",
-    "vllm.model_executor.layers.linear:ReplicatedLinear": "input_size output_size bias params_dtype quant_config prefix "
-    "return_bias",
+    "vllm.model_executor.layers.linear:ReplicatedLinear": "input_size output_size bias params_dtype quant_config "
+    "prefix return_bias",
     "vllm.model_executor.layers.linear:MergedColumnParallelLinear": "input_size output_sizes bias params_dtype "
     "quant_config prefix return_bias",
     "vllm.model_executor.layers.linear:QKVParallelLinear": "hidden_size head_size total_num_heads total_num_kv_heads "
     "bias params_dtype quant_config prefix return_bias v_head_size",
-    "vllm.model_executor.layers.attention:Attention": "num_heads head_size scale num_kv_heads cache_config quant_config "
-    "logits_soft_cap per_layer_sliding_window prefix",
+    "vllm.model_executor.layers.attention:Attention": "num_heads head_size scale num_kv_heads cache_config "
+    "quant_config logits_soft_cap per_layer_sliding_window prefix",
     "vllm.model_executor.layers.layernorm:RMSNorm": "hidden_size eps has_weight dtype",
     "vllm.model_executor.layers.layernorm:GemmaRMSNorm": "hidden_size eps",
     "vllm.model_executor.layers.activation:GeluAndMul": "approximate",

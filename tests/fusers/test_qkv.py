@@ -208,6 +208,56 @@ def test_ranks_share_heads():
     assert decide(NoOutput, tp_size=2).reason("qkv") == "no one linear takes the output of all heads"
 
 
+class NormOfEachHead(Attention):
+    """zip ends with the shorter of the two: a rank with half the heads would use the first norms for all it has."""
+
+    def __init__(self):
+        super().__init__()
+        norms = nn.ModuleList([nn.LayerNorm(DIM) for _ in range(HEADS)])
+        self.norm = nn.Module()
+        self.norm.norms = norms
+        self.norm.__class__ = _EachHead
+
+    def forward(self, x):
+        q = self.norm(heads(self.q_proj(x)))
+        return self.o_proj(attend(self, q, heads(self.k_proj(x)), heads(self.v_proj(x))))
+
+
+class _EachHead(nn.Module):
+    def forward(self, x):
+        return torch.cat([norm(h) for norm, h in zip(self.norms, x.split(1, dim=1), strict=False)], dim=1)
+
+
+class ScaleOfEachHead(Attention):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, HEADS, 1, DIM))
+
+    def forward(self, x):
+        q = heads(self.q_proj(x)) * self.scale
+        return self.o_proj(attend(self, q, heads(self.k_proj(x)), heads(self.v_proj(x))))
+
+
+@pytest.mark.parametrize(("build", "what"), [(NormOfEachHead, "norm"), (ScaleOfEachHead, "scale")])
+def test_what_holds_something_for_each_head_stays_on_one_rank(build, what):
+    assert decide(build).rewrite("qkv")
+    wanted = f"{what} may hold something for each head, which ranks do not share"
+    assert decide(build, tp_size=2).reason("qkv") == wanted
+
+
+def test_stablelm_with_a_norm_for_each_head_is_refused_on_two_ranks():
+    from transformers import StableLmConfig
+
+    from tfbackend.meta import build
+    from tfbackend.plan import draft_plan
+    from tfbackend.serving import ServingSpec
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = StableLmConfig(**sizes, num_key_value_heads=2, vocab_size=64, qk_layernorm=True)
+    _, refusals = draft_plan(build(config, torch.float32), ServingSpec(tp_size=2))
+    assert "q_layernorm may hold something for each head" in str(refusals[0])
+
+
 class WithKeywords(Attention):
     def __init__(self, **keywords):
         super().__init__()

@@ -125,7 +125,7 @@ def across_heads(site: Site, start: fx.Node, end: fx.Node) -> str:
     heads, dim, width = value_of(end).shape[1], value_of(end).shape[3], value_of(start).shape[-1]
     if heads == 1:
         return ""
-    for node in between(start, end):
+    for node in (*between(start, end), end):
         for read in (n for n in node.all_input_nodes if n.op == "get_attr"):
             if value_of(read).numel() > dim:
                 return f"{read.target} may hold something for each head, which ranks do not share"
