@@ -16,7 +16,7 @@ PREFIX = {"ours": "tfbackend.models.", "intree": "vllm.model_executor.models.tra
 # An error of these types is an answer to the user; any other is a crash. Checkpoint errors are no answer here: the
 # checkpoint is Transformers' own.
 _REFUSALS = {
-    "ours": {"UnsupportedModelError", "ConfigError", "VersionError"},
+    "ours": {"UnsupportedModelError", "ConfigError", "VersionError", "ValidationError"},
     "intree": {"ValueError", "ValidationError", "NotImplementedError"},
 }
 

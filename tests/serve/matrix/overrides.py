@@ -68,6 +68,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 4, "layer_types": [C, F] * 2, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": [C, F] * 2, "num_dense_layers": 2},
     "mpt": {"attn_config": {"attn_pdrop": ..., "clip_qkv": 2.0}, "logit_scale": 0.4},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2},
     "phi4_multimodal": {
         "vision_config": _TINY_VISION | {"crop_size": 32, "image_token_id": 1},
         "audio_config": {"hidden_size": 64, "num_blocks": 1, "ext_pw_out_channel": 64, "nemo_conv_channels": 32},
