@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tfbackend.errors import ConfigError, UnsupportedModelError
 from tfbackend.graph.interface import attention_interface
+from tfbackend.values import SIZES, check_numbers, check_sizes, place_of
 
 ATTENTION_NAME = "tfbackend"
 """What `config._attn_implementation` is set to; Transformers' attention modules then call ours."""
@@ -86,9 +86,12 @@ def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code
         made: PreTrainedModel = auto.from_config(**kwargs)
         return made
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
+        unknown = error.args[0] if isinstance(error, KeyError) and error.args else None
+        field = place_of(unknown, config.to_dict())
         raise ConfigError(
             f"{type(config).__name__} does not build a model: {type(error).__name__}: {error}",
-            where="config.json",
+            where=f"config.json: {field}" if field else "config.json",
+            found=f"{unknown!r}, which Transformers does not know" if field else None,
             remedy="Compare config.json with the one the model was published with",
         ) from error
 
@@ -123,56 +126,8 @@ def check_config(config: PretrainedConfig) -> None:
         ConfigError: a number is NaN or infinite, or a size is zero or negative.
     """
     text = config.get_text_config()
-    for name, value in _numbers(text.to_dict()):
-        if isinstance(value, float) and not math.isfinite(value) and name.rsplit(".", 1)[-1] not in _MAY_BE_INFINITE:
-            raise ConfigError(
-                "A value of the config is not a number.",
-                where=f"config.json: {name}",
-                found=str(value),
-                needed="a finite number",
-                remedy="Download config.json again, or mend the value",
-            )
-    for name in (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "vocab_size",
-    ):
-        size = getattr(text, name, None)
-        if isinstance(size, int) and size <= 0:
-            raise ConfigError(
-                "A size of the config is not positive.",
-                where=f"config.json: {name}",
-                found=str(size),
-                needed="1 or more",
-                remedy="Mend the value in config.json",
-            )
-    heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        raise ConfigError(
-            "Query heads do not divide into KV heads.",
-            where="config.json: num_attention_heads",
-            found=f"{heads} query heads, {kv_heads} KV heads",
-            needed="a multiple",
-            remedy="Mend the values in config.json",
-        )
-
-
-_MAY_BE_INFINITE = ("time_step_limit", "time_step_max", "attention_bias_cap")
-
-
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _numbers(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _numbers(item, name)
-    elif isinstance(value, float):
-        yield name, value
+    check_numbers(text.to_dict())
+    check_sizes({name: getattr(text, name, None) for name in SIZES})
 
 
 def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:

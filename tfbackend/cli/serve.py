@@ -19,6 +19,7 @@ import typer
 import typer.core
 
 from tfbackend.errors import CheckpointError, ConfigError, TfbackendError, VersionError
+from tfbackend.values import check_numbers, check_sizes
 
 if TYPE_CHECKING:
     import argparse
@@ -64,7 +65,9 @@ def run(arguments: Sequence[str]) -> None:
 
     cli_env_setup()
     args = parse(arguments)
-    check_local_model(args.model_tag or args.model, hf_config_path=args.hf_config_path)
+    check_local_model(
+        args.model_tag or args.model, hf_config_path=args.hf_config_path, overridden=bool(args.hf_overrides)
+    )
     configure_logging_from_args(args)
     command = ServeSubcommand()
     command.validate(args)
@@ -106,20 +109,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def check_local_model(model: str, hf_config_path: str | None = None) -> None:
+def check_local_model(model: str, hf_config_path: str | None = None, overridden: bool = False) -> None:
     """Refuses a model folder that cannot work, before anything asks a hub for a repository of that name.
 
     Args:
         model: the MODEL argument. Anything that is not written as a local path is left for vLLM to judge.
         hf_config_path: set when config.json lives elsewhere, so that the folder need not hold one.
+        overridden: whether flags replace values of config.json, so that its values prove nothing.
 
     Raises:
         CheckpointError: the folder is missing, unreadable, or holds no readable config.
+        ConfigError: config.json names no architecture, or has a value that no model can have.
     """
     path = Path(model).expanduser()
     if not path.is_dir():
         if _is_written_as_path(model) and not path.exists():
             raise CheckpointError("There is no such model folder", where=model, remedy="Check the path")
+        if _is_written_as_path(model) and path.is_file():
+            raise CheckpointError("The model is a file", where=model, needed="a folder with config.json and weights")
         return
     if not os.access(path, os.R_OK | os.X_OK):
         raise CheckpointError("The model folder cannot be read", where=model, remedy="Check its permissions")
@@ -133,7 +140,9 @@ def check_local_model(model: str, hf_config_path: str | None = None) -> None:
             remedy="Give the folder that `save_pretrained` or a hub download wrote",
         )
     if config.is_file():
-        _check_json(config)
+        content = _read_json(config)
+        if hf_config_path is None and not overridden:
+            _check_values(content, config)
 
 
 def _is_written_as_path(model: str) -> bool:
@@ -150,7 +159,7 @@ def _first_names(folder: Path, limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _check_json(config: Path) -> None:
+def _read_json(config: Path) -> dict[str, Any]:
     try:
         with config.open(encoding="utf-8") as file:
             content = json.load(file)
@@ -162,4 +171,20 @@ def _check_json(config: Path) -> None:
             where=str(config),
             found=f"a JSON {type(content).__name__}",
             needed="a JSON object",
+        )
+    return content
+
+
+def _check_values(content: dict[str, Any], config: Path) -> None:
+    """What ends in a division by zero in Transformers, or, without architectures, as an embedding model in vLLM."""
+    check_numbers(content)
+    text = content.get("text_config")
+    check_sizes(text if isinstance(text, dict) else content)
+    if content.get("model_type") and not content.get("architectures"):
+        raise ConfigError(
+            "The config names no architecture, so it does not say whether the model has a head.",
+            where=f"{config}: architectures",
+            found="none",
+            needed='for example ["LlamaForCausalLM"]',
+            remedy="""Add it to config.json, or pass --hf-overrides '{"architectures": [...]}'""",
         )

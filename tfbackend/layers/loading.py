@@ -6,13 +6,11 @@ ends in a bare assert. Here each tensor is held against the shape that the Trans
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -20,6 +18,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader,
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from tfbackend.errors import CheckpointError
+from tfbackend.layers.reading import readable
 from tfbackend.weights import Dropped, Ledger, Placement, Shard, WeightMap
 from tfbackend.weights.drops import drop
 
@@ -28,7 +27,12 @@ _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def load(
-    root: nn.Module, weight_map: WeightMap, weights: Iterable[tuple[str, torch.Tensor]], *, quantized: bool = False
+    root: nn.Module,
+    weight_map: WeightMap,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    quantized: bool = False,
+    source: str = "",
 ) -> tuple[set[str], Ledger]:
     """Load a checkpoint into the served modules, completely or not at all.
 
@@ -37,6 +41,7 @@ def load(
         weight_map: places by checkpoint name, of the same model.
         weights: (name, full unsharded tensor), in any order.
         quantized: whether vLLM made the layers for a quantized checkpoint.
+        source: the folder or name of the checkpoint, for messages.
 
     Returns:
         Names of all parameters and buffers that are loaded, and the accounts.
@@ -49,7 +54,7 @@ def load(
     """
     live = _Live(root, weight_map, quantized)
     ledger = weight_map.new_ledger()
-    for placement, tensor in weight_map.stream(_readable(weights), ledger, present=live.has_stage_of):
+    for placement, tensor in weight_map.stream(readable(weights, source), ledger, present=live.has_stage_of):
         if placement.unties:
             live.untie(placement)
         found = live.find(placement, tensor)
@@ -187,23 +192,6 @@ class _Live:
         leaf = name.rpartition(".")[2]
         # A layer with scalars only is attention, with the scales of its KV cache; those have defaults.
         return self.tensors[name].ndim > 0 and leaf == max(sizes, key=lambda n: sizes[n])
-
-
-def _readable(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors; a file that ends early or is no checkpoint becomes an error that says how far it was read."""
-    last = ""
-    try:
-        for name, tensor in weights:
-            last = name
-            yield name, tensor
-    except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(
-            "A file of the checkpoint is damaged or was not downloaded completely.",
-            where=f"the file that was read after tensor {last}" if last else "the file that was read first",
-            found=str(error),
-            needed="a whole .safetensors file",
-            remedy="Compare the sizes of the files with those that were published, and download the checkpoint again",
-        ) from error
 
 
 def _misfit(

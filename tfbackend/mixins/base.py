@@ -105,7 +105,8 @@ class Base(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint, completely or not at all; see layers.loading.load for what is raised."""
-        loaded, self.ledger = load(self, self.weight_map, weights, quantized=self.quant_config is not None)
+        quantized, source = self.quant_config is not None, self.model_config.model
+        loaded, self.ledger = load(self, self.weight_map, weights, quantized=quantized, source=source)
         if get_tensor_model_parallel_rank() == 0:
             write_report(adapt.cache_directory() / "reports", self.plan, self.ledger)
         return loaded
