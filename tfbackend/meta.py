@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -173,7 +174,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     """
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, json.JSONDecodeError, StrictDataclassError) as error:
         raise ConfigError(f"The config cannot be read: {error}", where=path) from error
     assert isinstance(config, PretrainedConfig)
     return config

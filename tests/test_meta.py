@@ -1,0 +1,151 @@
+"""A config becomes a model on meta, or one clear error."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, OPTConfig
+
+from tfbackend.errors import ConfigError, TfbackendError
+from tfbackend.meta import ATTENTION_NAME, build, check_config, load_config
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama(**fields):
+    return LlamaConfig(**{**SIZES, **fields})
+
+
+def test_parameters_are_on_meta_in_the_asked_dtype_and_buffers_are_real():
+    meta = build(llama(), torch.bfloat16)
+    assert {p.device.type for p in meta.model.parameters()} == {"meta"}
+    assert {p.dtype for p in meta.model.parameters()} == {torch.bfloat16}
+    buffers = dict(meta.model.named_buffers())
+    assert {b.device.type for b in buffers.values()} == {"cpu"}
+    inverse = buffers["model.rotary_emb.inv_freq"]
+    # base 10000, heads of 16: frequency i is 10000 ** (-i / 8)
+    wanted = torch.tensor([10000.0 ** (-i / 8) for i in range(8)])
+    torch.testing.assert_close(inverse, wanted)
+
+
+def test_the_config_is_left_as_it_was():
+    config = llama()
+    before = config.to_dict()
+    meta = build(config, torch.float32)
+    assert config.to_dict() == before
+    assert meta.model.config._attn_implementation == ATTENTION_NAME
+    assert meta.model.config.use_cache is False
+
+
+def test_default_dtype_comes_back_also_after_an_error():
+    build(llama(), torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(ConfigError):
+        build(llama(pad_token_id=1 << 20), torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_model_is_in_evaluation():
+    assert not any(module.training for module in build(llama(), torch.float32).model.modules())
+
+
+@pytest.mark.parametrize(
+    ("config", "places"),
+    [
+        (llama(), ("model", "model.embed_tokens", "lm_head", False)),
+        (llama(tie_word_embeddings=True), ("model", "model.embed_tokens", "lm_head", True)),
+        (
+            GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64),
+            ("transformer", "transformer.wte", "lm_head", True),
+        ),
+        (
+            OPTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, ffn_dim=96, vocab_size=64),
+            ("model", "model.decoder.embed_tokens", "lm_head", True),
+        ),
+        (
+            CONFIG_MAPPING["gpt_neox"](
+                hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
+            ),
+            ("gpt_neox", "gpt_neox.embed_in", None, False),
+        ),
+    ],
+)
+def test_places(config, places):
+    meta = build(config, torch.float32)
+    base, embedding, head, tied = places
+    assert (meta.base_path, meta.embedding_path, meta.tied) == (base, embedding, tied)
+    assert meta.head_path == (head or meta.head_path)
+    assert isinstance(meta.model.get_submodule(meta.head_path), torch.nn.Linear)
+    assert meta.base is meta.model.get_submodule(base)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": math.nan}}, "rope_parameters.factor"),
+    ],
+)
+def test_numbers_that_are_none_are_named(fields, word):
+    with pytest.raises(ConfigError, match=word):
+        check_config(llama(**fields))
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_that_are_none_are_named(name, value):
+    config = llama()
+    setattr(config, name, value)
+    with pytest.raises(ConfigError, match=name):
+        check_config(config)
+
+
+def test_heads_that_do_not_divide():
+    config = llama()
+    config.num_key_value_heads = 3
+    with pytest.raises(ConfigError, match="4 query heads, 3 KV heads"):
+        check_config(config)
+
+
+def test_what_a_class_cannot_be_built_with_is_a_config_error():
+    config = llama()
+    config.hidden_act = "no_such_activation"
+    with pytest.raises(ConfigError, match="no_such_activation"):
+        build(config, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", '{"model_type": "no_such_model"}'),
+        '{"model_type": "llama", "initializer_range": -1}',
+        '{"model_type": "llama", "hidden_size": "wide"}',
+        '{"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}',
+    ],
+)
+def test_config_that_cannot_be_read(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(TfbackendError, match=tmp_path.name):
+        load_config(str(tmp_path))
+
+
+def test_folder_without_a_config(tmp_path):
+    with pytest.raises(ConfigError, match=tmp_path.name):
+        load_config(str(tmp_path))
+
+
+def test_config_of_a_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(llama().to_dict()))
+    assert load_config(str(tmp_path)).hidden_size == 64
