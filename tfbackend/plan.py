@@ -25,6 +25,7 @@ from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.proof import Prover
 from tfbackend.serving import ServingSpec
+from tfbackend.sharing import uneven
 from tfbackend.source.edits import apply_edits
 
 _STYLES = {
@@ -217,7 +218,7 @@ def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSp
             remedy="Use a version of the model that does",
         )
     if serving.tp_size > 1:
-        for path, spec in plan.attention:
+        for path, _ in plan.attention:
             if not any(isinstance(s, QKVSpec) for r in plan.by_site[path] for _, s in r.children):
                 reasons = [str(m) for m in plan.misses if m.qualname == path]
                 yield UnsupportedModelError(
@@ -226,13 +227,7 @@ def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSp
                     found="; ".join(reasons),
                     remedy="Serve it with --tensor-parallel-size 1",
                 )
-            if spec.num_heads % serving.tp_size:
-                yield UnsupportedModelError(
-                    "The query heads do not divide over the tensor-parallel ranks.",
-                    where=path,
-                    found=f"{spec.num_heads} heads, {serving.tp_size} ranks",
-                    remedy="Choose a --tensor-parallel-size that divides the heads",
-                )
+        yield from uneven(plan.rewrites, serving.tp_size)
 
 
 def _layer_list(base: nn.Module) -> str:

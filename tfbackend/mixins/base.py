@@ -24,6 +24,8 @@ from tfbackend.weights import Ledger, build_weight_map
 
 logger = init_logger("vllm.tfbackend")
 
+MaybeTensor = torch.Tensor | None
+
 
 class Base(nn.Module):
     """A Transformers base model served by vLLM.
@@ -92,14 +94,23 @@ class Base(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
+        input_ids: MaybeTensor,
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        inputs_embeds: MaybeTensor = None,
         **_: Any,
     ) -> torch.Tensor:
-        """input_ids [tokens] or inputs_embeds [tokens, hidden], positions [tokens] -> hidden states [tokens,
-        hidden]."""
+        """Run the base model.
+
+        Args:
+            input_ids: [tokens], or None where `inputs_embeds` is given.
+            positions: [tokens].
+            intermediate_tensors: always None, there is one pipeline stage.
+            inputs_embeds: [tokens, hidden].
+
+        Returns:
+            Hidden states [tokens, hidden].
+        """
         hidden: torch.Tensor = self._decoder[0](input_ids, positions, inputs_embeds)
         return hidden
 

@@ -1,5 +1,6 @@
 """Serves one architecture with one backend and says what became of it."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,4 +81,7 @@ def _failed(outcome: Outcome, backend: str) -> Result:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text without line breaks; of pydantic's wrapping of an error, the error."""
+    line = " ".join(text.split())
+    wrapped = re.search(r"Value error, (.*?) \[type=", line)
+    return wrapped.group(1) if wrapped else line
