@@ -88,7 +88,8 @@ RULES: Sequence[Rule] = (
     (r"(num_|n_)?(\w+_)?layers?", _if_number(LAYERS)),
     (r"max_(position_embeddings|seq_len)|n_positions|n_ctx|seq_length|model_max_length|context_length|"
      r"(original_)?max_position_embeddings", _constant(MAX_LEN)),
-    (r"sliding_window(_size)?|window_size|attention_window_size|attention_chunk_size|local_attention",
+    (r"sliding_window(_size)?|window_size|attention_window_size|attention_chunk_size|local_attention|"
+     r"floor_scale|rel_extent",
      _constant(WINDOW)),
     # experts
     (r"(num|n)_(local_|routed_)?experts|moe_num_experts", _if_number(8)),
@@ -138,10 +139,10 @@ def shrink_blocks(kinds: Sequence[str], length: int) -> list[str]:
 
 
 def shrink_rope(rope: Any) -> Any:
-    """Return rope parameters whose original maximum the prompts and answers come near to."""
+    """Return rope parameters whose original maximum the longer prompts exceed."""
     if not isinstance(rope, dict):
         return rope
     shrunk = {key: shrink_rope(value) for key, value in rope.items()}
     if shrunk.get("original_max_position_embeddings"):
-        shrunk["original_max_position_embeddings"] = 64
+        shrunk["original_max_position_embeddings"] = 2 * WINDOW
     return shrunk

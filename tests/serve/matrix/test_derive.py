@@ -74,7 +74,7 @@ def test_rope_keeps_its_kind_and_comes_to_its_maximum() -> None:
     rope = {"full_attention": {"rope_type": "yarn", "original_max_position_embeddings": 4096, "factor": 2.0}}
     assert shrink_rope(rope)["full_attention"] == {
         "rope_type": "yarn",
-        "original_max_position_embeddings": 64,
+        "original_max_position_embeddings": 32,
         "factor": 2.0,
     }
     assert shrink_rope(None) is None
