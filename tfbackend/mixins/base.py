@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ class Base(nn.Module):
         model: the base model, rewritten.
         plan: what was rewritten and why the rest was not.
         ledger: what became of each checkpoint tensor; None until weights were loaded.
+        seconds: how long planning with proofs and applying took.
     """
 
     embedding_modules: ClassVar[dict[str, str]] = {"embed_tokens": "input_embeddings"}
@@ -52,12 +54,15 @@ class Base(nn.Module):
         directory = adapt.cache_directory()
         model_config = self.model_config
         built = meta.build(model_config.hf_config, model_config.dtype, trust_remote_code=model_config.trust_remote_code)
+        begun = time.perf_counter()
         self.plan: Plan = make_plan(built, adapt.serving_spec(self.vllm_config), Prover(directory / "proofs"))
+        planned = time.perf_counter()
         self._adopt(self.plan)
         self.weight_map = build_weight_map(built.model, self.plan, quantized=self.quant_config is not None)
         path = f"{prefix}.model" if prefix else "model"
         self.model = apply_plan(self.plan, built.base, path, self.context, directory / "forwards")
         self.build_head(built, prefix)
+        self.seconds = {"plan and proof": planned - begun, "apply": time.perf_counter() - planned}
         keywords = call_keywords(self.model, torch.empty(0))
         self.takes_positions = keywords.pop("position_ids", None) is not None
         self._decoder = [Decoder(vllm_config=self.vllm_config, prefix=path)]
@@ -80,10 +85,11 @@ class Base(nn.Module):
             return
         self.report_path = write_report(adapt.cache_directory() / "reports", self.plan)
         logger.info(
-            "tfbackend %s serves %s: %s; report: %s",
+            "tfbackend %s serves %s: %s; %s; report: %s",
             __version__,
             self.plan.architecture,
             self.plan.summary,
+            ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self.seconds.items()),
             self.report_path,
         )
 
