@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tfbackend import meta as meta_stage
+from tfbackend.errors import UnsupportedModelError
 from tfbackend.inspection import layout, memory, verdict
 from tfbackend.inspection.accounts import Accounts, keep_accounts
 from tfbackend.inspection.classes import ServedClass, served_class
@@ -134,13 +135,7 @@ def inspect_model(request: Request, progress: Progress = lambda step: None) -> I
     measured = _measure(request, target, serving, plan, parameters)
     progress(STEPS[4])
     accounts = _accounts(built, plan, target, serving)
-    problems = [
-        *verdict.class_findings(served, serving),
-        *verdict.refusal_findings(refusals, plan),
-        *verdict.layout_findings(parameters, good),
-        *verdict.weight_findings(target.headers, accounts),
-        *verdict.memory_findings(measured),
-    ]
+    problems = _problems(target, plan, refusals, served, serving, parameters, good, accounts, measured)
     refused = {path for finding in problems for path in finding.where}
     return Inspection(
         request=request,
@@ -160,6 +155,27 @@ def inspect_model(request: Request, progress: Progress = lambda step: None) -> I
         losses=tuple(f for f in verdict.losses(plan, tree, serving) if not refused.issuperset(f.where) or not f.place),
         good_ranks=good,
     )
+
+
+def _problems(
+    target: Target,
+    plan: Plan,
+    refusals: tuple[UnsupportedModelError, ...],
+    served: ServedClass,
+    serving: ServingSpec,
+    parameters: list[ServedParameter],
+    good: tuple[int, ...],
+    accounts: Accounts | None,
+    measured: Memory,
+) -> list[Finding]:
+    """Why the model does not serve, what cannot be mended by a setting first."""
+    return [
+        *verdict.class_findings(served, serving),
+        *verdict.refusal_findings(refusals, plan),
+        *verdict.layout_findings(parameters, good),
+        *verdict.weight_findings(target.headers, accounts),
+        *verdict.memory_findings(measured),
+    ]
 
 
 def _serving(request: Request, target: Target) -> ServingSpec:
