@@ -116,7 +116,6 @@ SIZES = {
     ("model_type", "fields", "where"),
     [
         ("falcon_h1", {}, "layers.0.mamba"),
-        ("bamba", {"attn_layer_indices": [1]}, "layers.0.mamba"),
         ("lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96}, "layers.0.conv"),
     ],
 )
