@@ -11,6 +11,7 @@ import typer.core
 import tfbackend
 from tfbackend.cli.inspect import INSPECT_HELP, inspect_command
 from tfbackend.cli.serve import SERVE_HELP, PassThroughCommand, serve_command
+from tfbackend.cli.verify import VERIFY_HELP, verify_command
 from tfbackend.errors import TfbackendError
 
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.command(name="serve", cls=PassThroughCommand, add_help_option=False, help=SERVE_HELP)(serve_command)
 app.command(name="inspect", help=INSPECT_HELP)(inspect_command)
+app.command(name="verify", help=VERIFY_HELP)(verify_command)
 
 
 def _print_version(wanted: bool) -> None:

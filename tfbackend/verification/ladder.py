@@ -1,0 +1,214 @@
+"""Climbs the ladder: asks one rung after the other, and stops where the next ones would say nothing."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tfbackend.inspection.headers import Headers, read_folder
+from tfbackend.inspection.target import Target, find
+from tfbackend.plan import Plan
+from tfbackend.verification import oracle
+from tfbackend.verification.engine_log import died
+from tfbackend.verification.machine import has_vllm, room_for
+from tfbackend.verification.prompts import make_prompts
+from tfbackend.verification.rungs import DEFAULT, NOT_RUN, PASS, QUICK, RUNGS, UNKNOWN, Finding, Result, Rung, asked
+from tfbackend.verification.running import Running, Runs
+from tfbackend.verification.shrink import shrink_config
+from tfbackend.verification.structure import Structure
+
+CHECKPOINT, CONFIG, TINY = "checkpoint", "config", "tiny random checkpoint"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked.
+
+    Attributes:
+        model: folder, config.json or Hub id.
+        level: QUICK, DEFAULT or FULL.
+        trust_remote_code: whether code that comes with the model may run.
+        proofs: folder of remembered proofs, None for none.
+    """
+
+    model: str
+    level: str = DEFAULT
+    trust_remote_code: bool = False
+    proofs: Path | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found: one result for each of RUNGS, in order.
+
+    Attributes:
+        architecture: class of the Transformers model, "" where it could not be built.
+        weights: CHECKPOINT or TINY.
+        seconds: all of it took.
+    """
+
+    request: Request
+    architecture: str
+    weights: str
+    results: tuple[Result, ...]
+    seconds: float
+
+
+class Listener:
+    """Is told of each rung as it begins and ends; this one does nothing."""
+
+    def begin(self, rung: Rung) -> None:
+        """A rung is being asked."""
+
+    def end(self, result: Result) -> None:
+        """A rung has its answer, or was not asked."""
+
+
+def climb(request: Request, runs: Runs, listener: Listener | None = None) -> Report:
+    """Ask every rung of the level.
+
+    Raises:
+        ConfigError: MODEL or its config cannot be read.
+        CheckpointError: the index of the checkpoint cannot be read.
+    """
+    start = time.monotonic()
+    target = find(request.model, trust_remote_code=request.trust_remote_code)
+    with ExitStack() as stack:
+        climber = _Climber(request, target, runs, stack)
+        results = tuple(climber.results(listener or Listener()))
+        name = climber.architecture
+    return Report(request, name, TINY if climber.tiny else CHECKPOINT, results, time.monotonic() - start)
+
+
+def _at_hand(headers: Headers | None) -> bool:
+    """Whether there are weights: an index whose files are elsewhere is no checkpoint."""
+    return headers is not None and (not headers.tensors or any(t.shape is not None for t in headers.tensors))
+
+
+@dataclass
+class _Climber:
+    request: Request
+    target: Target
+    runs: Runs
+    stack: ExitStack
+    structure: Structure = field(init=False)
+    running: Running = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.structure = self._structure_of(self.target)
+        self.tiny = not _at_hand(self.target.headers)
+        self.architecture = ""
+
+    def _structure_of(self, target: Target) -> Structure:
+        return Structure(target.config, self.request.trust_remote_code, self.request.proofs)
+
+    def results(self, listener: Listener) -> list[Result]:
+        results, stopped = [], ""
+        for rung in RUNGS:
+            result = self._ask(rung, stopped, listener)
+            if rung.needed and result.finding.verdict != PASS and not stopped and not self._may_go_on(result):
+                stopped = rung.title
+            listener.end(result)
+            results.append(result)
+        return results
+
+    @staticmethod
+    def _may_go_on(result: Result) -> bool:
+        """An engine can tell what proofs and headers left open."""
+        return result.finding.verdict == UNKNOWN and result.rung.name in ("proofs", "ledger")
+
+    def _ask(self, rung: Rung, stopped: str, listener: Listener) -> Result:
+        of = (CONFIG if rung.name in ("meta", "proofs") else TINY) if self.tiny else CHECKPOINT
+        if not asked(rung, self.request.level):
+            flag = "no --quick" if rung.level == DEFAULT else "--full"
+            return Result(rung, Finding(NOT_RUN, needs=flag), of)
+        if stopped:
+            return Result(rung, Finding(NOT_RUN, needs=f"the rung before: {stopped}"), of)
+        listener.begin(rung)
+        start = time.monotonic()
+        finding = _STEPS[rung.name](self)
+        return Result(rung, finding, of, time.monotonic() - start)
+
+    def _meta(self) -> Finding:
+        finding = self.structure.build()
+        if self.structure.built is not None:
+            self.architecture = type(self.structure.built.model).__name__
+        return finding
+
+    def _proofs(self) -> Finding:
+        return self.structure.prove()
+
+    def _ledger(self) -> Finding:
+        if self.tiny and (problem := self._make_tiny()) is not None:
+            return problem
+        assert self.target.headers is not None
+        return self.structure.account(self.target.headers)
+
+    def _make_tiny(self) -> Finding | None:
+        """Swap in a tiny checkpoint of the architecture; a Finding where that fails."""
+        whole = self.structure.plan
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="tfbackend-verify-"))
+        config = shrink_config(self.target.config)
+        made = self.runs.call_oracle(oracle.make_checkpoint, config, folder, self.request.trust_remote_code)
+        if not made.ok:
+            return Finding(UNKNOWN, detail=f"no tiny checkpoint could be made: {died(made)}", needs="weights")
+        tiny = find(folder, trust_remote_code=self.request.trust_remote_code)
+        self.target = Target(folder, tiny.config, read_folder(Path(folder)))
+        self.structure = self._structure_of(self.target)
+        for finding in (self.structure.build(), self.structure.prove()):
+            if finding.verdict != PASS:
+                return Finding(UNKNOWN, detail=f"the tiny model differs: {finding.detail}", needs="weights")
+        assert whole is not None and self.structure.plan is not None
+        if lost := _kinds(whole) - _kinds(self.structure.plan):
+            return Finding(UNKNOWN, detail=f"the tiny model lacks {', '.join(sorted(lost))}", needs="weights")
+        return None
+
+    def _loads(self) -> Finding:
+        if not has_vllm():
+            return Finding(NOT_RUN, needs="vLLM 0.32 or 0.33")
+        plan, config = self.structure.plan, self.target.config.get_text_config()
+        assert plan is not None
+        windows = [spec.window for _, spec in plan.attention if spec.window]
+        limit = getattr(config, "max_position_embeddings", None)
+        limit = limit if isinstance(limit, int) and limit > 0 else None
+        padding = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else None
+        prompts = make_prompts(config.vocab_size, windows, limit, padding)
+        quick, trust = self.request.level == QUICK, self.request.trust_remote_code
+        self.running = Running(self.target.name, prompts, self.runs, limit, quick, trust)
+        return self.running.loads()
+
+    def _ranks(self) -> Finding:
+        if missing := room_for(2):
+            return Finding(NOT_RUN, needs=missing)
+        _, refusals = self.structure.plan_for(2)
+        if refusals:
+            return Finding(NOT_RUN, needs=f"a model that two ranks can share: {refusals[0]}")
+        return self.running.ranks()
+
+    def _stages(self) -> Finding:
+        return Finding(NOT_RUN, needs="a class that is served in stages; tfbackend has none yet")
+
+
+def _kinds(plan: Plan) -> set[str]:
+    return set(plan.counts)
+
+
+_STEPS: dict[str, Callable[[_Climber], Finding]] = {
+    "meta": _Climber._meta,
+    "proofs": _Climber._proofs,
+    "ledger": _Climber._ledger,
+    "loads": _Climber._loads,
+    "finite": lambda self: self.running.finite(),
+    "greedy": lambda self: self.running.greedy(),
+    "topk": lambda self: self.running.topk(),
+    "batch": lambda self: self.running.batch(),
+    "chunked": lambda self: self.running.chunked(),
+    "prefix": lambda self: self.running.prefix(),
+    "compiled": lambda self: self.running.compiled(),
+    "tp2": _Climber._ranks,
+    "pp2": _Climber._stages,
+}
