@@ -191,3 +191,12 @@ def test_sites_of_one_class_are_planned_each_by_its_own_numbers():
     assert dict(plan.rewrite("qkv", "others.0").children)["qkv_proj"].bias
     assert dict(plan.rewrite("glu", "others.1").children)["act_and_mul"].activation == "gelu"
     assert dict(plan.rewrite("glu", "others.2").children)["act_and_mul"].activation == "silu"
+
+
+@pytest.mark.parametrize("model_type", ["bart", "mbart", "pegasus"])
+def test_models_that_count_positions_themselves_are_refused(model_type):
+    """These decoders number the tokens of each call from zero, which is wrong from the second token of a request on."""
+    sizes = {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    config = CONFIG_MAPPING[model_type](**sizes, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with pytest.raises(UnsupportedModelError, match="does not read the positions"):
+        make_plan(build(config, torch.float32), ServingSpec())

@@ -154,6 +154,8 @@ def draft_plan(
         proofs=prover.counts,
     )
     refusals += _attention_refusals(plan, observation, serving)
+    if observation.attention and not observation.reads_positions:
+        refusals.append(_positions_refusal(plan))
     refusals += map(_mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     return replace(plan, forwards=_forwards(plan, planner.sites)), tuple(refusals)
 
@@ -189,6 +191,16 @@ def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
         if edits and not isinstance(source, str):
             texts[path] = apply_edits(source.text, edits)
     return texts
+
+
+def _positions_refusal(plan: Plan) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The model does not read the positions that it is given.",
+        where=plan.architecture,
+        found="positions counted from the first token of a call, or none at all",
+        needed="position_ids: a call holds tokens of many requests, from anywhere in them",
+        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+    )
 
 
 def _mixing_refusal(found: tuple[str, str]) -> UnsupportedModelError:

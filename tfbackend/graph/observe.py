@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
@@ -65,6 +66,7 @@ class Observation:
         made: id of a tensor -> where it came from, for what modules without children returned.
         modules: the modules of `made` by path.
         problem: why the run ended early, "" if it did not.
+        reads_positions: whether anything was computed from the positions that the model was given.
     """
 
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Observation:
     made: dict[int, Made] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     problem: str = ""
+    reads_positions: bool = False
 
 
 def observe(base: nn.Module) -> Observation:
@@ -96,11 +99,28 @@ def observe(base: nn.Module) -> Observation:
         return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
     with torch.no_grad(), buffers_on_meta(base), masks_that_answer(), answering(record), _calls_into(seen, base):
+        inputs = model_inputs(base, torch.device("meta"))
+        watch = _Watch(inputs.get("position_ids"))
         try:
-            base(**model_inputs(base, torch.device("meta")))
+            with watch:
+                base(**inputs)
         except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}"
+    seen.reads_positions = watch.read
     return seen
+
+
+class _Watch(TorchFunctionMode):
+    """Notes whether any operation reads the values of one tensor; to ask for its shape or device is no reading."""
+
+    def __init__(self, watched: torch.Tensor | None) -> None:
+        super().__init__()
+        self.watched, self.read = watched, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.read and getattr(func, "__name__", "") not in ("__get__", "size", "dim"):
+            self.read = any(x is self.watched for x in args if isinstance(x, torch.Tensor))
+        return func(*args, **(kwargs or {}))
 
 
 def model_inputs(base: nn.Module, device: torch.device) -> dict[str, Any]:
