@@ -149,3 +149,15 @@ def test_folder_without_a_config(tmp_path):
 def test_config_of_a_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(llama().to_dict()))
     assert load_config(str(tmp_path)).hidden_size == 64
+
+
+def per_layer(head_dim):
+    types = ["sliding_attention", "full_attention"]
+    fields = SIZES | {"num_hidden_layers": 2, "layer_types": types, "head_dim": 32, "global_head_dim": head_dim}
+    return CONFIG_MAPPING["gemma4_text"](**fields)
+
+
+def test_a_config_whose_layers_differ_in_a_size_is_checked_layer_by_layer():
+    check_config(per_layer(64))
+    with pytest.raises(ConfigError, match="head_dim"):
+        check_config(per_layer(0))

@@ -128,7 +128,9 @@ def check_config(config: PretrainedConfig) -> None:
     """
     text = config.get_text_config()
     check_numbers(text.to_dict())
-    check_sizes({name: getattr(text, name, None) for name in SIZES})
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    for layer in layers:  # a config whose layers differ in a size refuses to name that size for all of them
+        check_sizes({name: getattr(layer, name, None) for name in SIZES})
 
 
 def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:

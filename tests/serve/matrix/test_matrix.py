@@ -1,0 +1,30 @@
+"""The part of the matrix that every test run serves: architectures that configs.py has not, and why each."""
+
+import pytest
+
+from tests.serve.engine import ENGINE_TIMEOUT, Harness
+from tests.serve.matrix.attempt import attempt, expect
+
+SUBSET = {
+    "bart": "decoder of a sequence-to-sequence model, positions offset by two, head outside the base model",
+    "bitnet": "norms inside attention and feed-forward",
+    "cohere_compass_text": "layers without positions between layers with them",
+    "ctrl": "sinusoidal positions computed by the model",
+    "cwm": "llama3 rotary embedding with windows on some layers",
+    "emu3": "a text model inside a multimodal class",
+    "granite_swa": "sinks and windows on some layers, a rotary base for each layer",
+    "hyperclovax": "norms after attention and feed-forward, every multiplier",
+    "ministral3": "queries scaled by their position beyond the original maximum",
+    "modernbert-decoder": "a head that is called decoder, with a dense layer and a norm before it",
+    "nanochat": "norms without weights, logits with a soft cap",
+    "olmo": "layer norms without weights",
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", SUBSET)
+def test_served_as_transformers_does(harness: Harness, name: str) -> None:
+    expected = expect(harness, name)
+    assert not isinstance(expected, str), expected
+    result = attempt(harness, name, expected, "ours", ENGINE_TIMEOUT)
+    assert result.verdict == "equal", result.reason
