@@ -131,7 +131,7 @@ def check_local_model(model: str, hf_config_path: str | None = None, overridden:
     if not os.access(path, os.R_OK | os.X_OK):
         raise CheckpointError("The model folder cannot be read", where=model, remedy="Check its permissions")
     config = path / "config.json"
-    if hf_config_path is None and not config.is_file() and not (path / "params.json").is_file():
+    if hf_config_path is None and not config.exists() and not (path / "params.json").is_file():
         raise CheckpointError(
             "The folder holds no model",
             where=model,
@@ -139,7 +139,7 @@ def check_local_model(model: str, hf_config_path: str | None = None, overridden:
             needed="config.json beside the weights",
             remedy="Give the folder that `save_pretrained` or a hub download wrote",
         )
-    if config.is_file():
+    if config.exists():
         content = _read_json(config)
         if hf_config_path is None and not overridden:
             _check_values(content, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention
@@ -102,6 +103,8 @@ def _norm(spec: NormSpec, prefix: str, context: BuildContext, _: nn.Module) -> n
     if spec.kind == "layer":
         cls = ZeroCentredLayerNorm if spec.weight == "zero_centred" else LayerNorm
         made = cls(spec.size, spec.eps, spec.weight != "none", spec.bias, dtype=context.dtype)
+        if spec.bias and spec.weight == "none":  # the class ties the two together
+            made.bias = nn.Parameter(torch.zeros(spec.size, dtype=context.dtype), requires_grad=False)
         return made
     assert not spec.bias, spec
     if spec.weight == "zero_centred":

@@ -22,15 +22,15 @@ class RotaryTables:
 
     def __init__(self) -> None:
         self.positions = torch.empty(0, dtype=torch.long)
-        self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tables: list[tuple[torch.Tensor, torch.Tensor, slice, torch.Tensor]] = []
 
     def table(self, cos: torch.Tensor, sin: torch.Tensor, pick: slice) -> torch.Tensor:
-        """[tokens, rotary_dim]: half of cos beside half of sin, made anew when `cos` is another tensor."""
-        for known, table in self._tables:
-            if known is cos:
+        """[tokens, rotary_dim]: half of cos beside half of sin, made anew for other tensors."""
+        for known_cos, known_sin, known_pick, table in self._tables:
+            if known_cos is cos and known_sin is sin and known_pick == pick:
                 return table
         table = torch.cat((cos[0, :, pick], sin[0, :, pick]), dim=-1)
-        self._tables = [(cos, table), *self._tables[:1]]
+        self._tables = [(cos, sin, pick, table), *self._tables[:1]]
         tokens = table.shape[0]
         if self.positions.shape[0] < tokens or self.positions.device != cos.device:
             self.positions = torch.arange(tokens, device=cos.device)
@@ -73,7 +73,7 @@ def _rows(x: torch.Tensor, copy: bool) -> torch.Tensor:
     """[1, heads, tokens, dim] -> [tokens, heads, dim] with the heads of a token side by side, as the kernel reads
     them."""
     rows = x[0].transpose(0, 1)
+    if copy:
+        return rows.clone(memory_format=torch.contiguous_format)
     dense = rows.stride(-1) == 1 and rows.stride(-2) == rows.shape[-1]
-    if not dense:
-        return rows.contiguous()
-    return rows.clone() if copy else rows
+    return rows if dense else rows.contiguous()

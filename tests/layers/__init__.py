@@ -1,0 +1,1 @@
+"""Live layers against the plain-torch references of their specs."""
