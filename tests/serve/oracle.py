@@ -17,12 +17,15 @@ class Answer:
     margins: tuple[float, ...]
 
 
-def load(folder: Path) -> Any:
-    """Load the checkpoint with Transformers and insist that every tensor found its place."""
+def load(folder: Path, model_class: Any = None) -> Any:
+    """Load the checkpoint with Transformers and insist that every tensor found its place.
+
+    ``model_class`` is for a class that Transformers' auto class does not find by the checkpoint's config.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = (model_class or AutoModelForCausalLM).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     bad = {key: value for key, value in info.items() if value}

@@ -31,7 +31,7 @@ def make_and_ask(model_type: str, folder: str, prompts: list[list[int]], max_tok
     logging.set_verbosity_error()
     if not (Path(folder) / "config.json").exists():
         _make(model_type, Path(folder))
-    model = load(Path(folder))
+    model = load(Path(folder), _class_of(Path(folder)))
     kind = classify(model_type, model) if _is_causal(model, prompts[2]) else BIDIRECTIONAL
     answers = [answer(model, prompt, max_tokens) for prompt in prompts]
     return Expected(kind, type(model).__name__, answers)
@@ -50,6 +50,13 @@ def _make(model_type: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(model)
     model.save_pretrained(folder)
+
+
+def _class_of(folder: Path) -> Any:
+    """The class that the checkpoint names: some multimodal configs save a text config that the auto class rejects."""
+    import transformers
+
+    return getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
 
 
 def _is_causal(model: Any, prompt: list[int]) -> bool:

@@ -6,11 +6,11 @@ from tests.serve.engine import ENGINE_TIMEOUT, Harness
 from tests.serve.matrix.attempt import attempt, expect
 
 SUBSET = {
-    "bart": "decoder of a sequence-to-sequence model, positions offset by two, head outside the base model",
     "bitnet": "norms inside attention and feed-forward",
     "cohere_compass_text": "layers without positions between layers with them",
     "ctrl": "sinusoidal positions computed by the model",
     "cwm": "llama3 rotary embedding with windows on some layers",
+    "electra": "an encoder used as a decoder, with a narrower embedding and a head that has a norm before it",
     "emu3": "a text model inside a multimodal class",
     "granite_swa": "sinks and windows on some layers, a rotary base for each layer",
     "hyperclovax": "norms after attention and feed-forward, every multiplier",
