@@ -154,8 +154,8 @@ def draft_plan(
         proofs=prover.counts,
     )
     refusals += _attention_refusals(plan, observation, serving)
-    if observation.attention and not observation.reads_positions:
-        refusals.append(_positions_refusal(plan))
+    if observation.counting:
+        refusals.append(_positions_refusal(observation.counting[0]))
     refusals += map(_mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     return replace(plan, forwards=_forwards(plan, planner.sites)), tuple(refusals)
 
@@ -193,11 +193,11 @@ def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
     return texts
 
 
-def _positions_refusal(plan: Plan) -> UnsupportedModelError:
+def _positions_refusal(path: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        "The model does not read the positions that it is given.",
-        where=plan.architecture,
-        found="positions counted from the first token of a call, or none at all",
+        "The model numbers its tokens itself, instead of using the positions that it is given.",
+        where=path,
+        found="query, key or value computed from a count of the tokens of a call",
         needed="position_ids: a call holds tokens of many requests, from anywhere in them",
         remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
     )

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from tfbackend.graph.counted import CountedTokens
 from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
 from tfbackend.graph.masks import MaskWindow, masks_that_answer, read_mask
 from tfbackend.graph.repeats import Repeats, repeat
@@ -66,7 +66,7 @@ class Observation:
         made: id of a tensor -> where it came from, for what modules without children returned.
         modules: the modules of `made` by path.
         problem: why the run ended early, "" if it did not.
-        reads_positions: whether anything was computed from the positions that the model was given.
+        counting: paths of modules whose query, key or value depends on a count of tokens that the model made.
     """
 
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
@@ -75,13 +75,14 @@ class Observation:
     made: dict[int, Made] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     problem: str = ""
-    reads_positions: bool = False
+    counting: list[str] = field(default_factory=list)
 
 
 def observe(base: nn.Module) -> Observation:
     """Run the base model once over `TOKENS` meta tokens, as the engine will call it: flat positions, no cache."""
     seen = Observation()
     paths = {id(module): path for path, module in base.named_modules()}
+    counted = CountedTokens()
 
     def record(
         module: nn.Module,
@@ -95,32 +96,20 @@ def observe(base: nn.Module) -> Observation:
         own = {id(p): OwnParameter(name, p.shape) for name, p in module.named_parameters(recurse=False)}
         keywords = {name: own.get(id(given), given) for name, given in keywords.items()}
         call = AttentionCall(query.shape, key.shape, value.shape, window, problem, keywords)
-        seen.attention.setdefault(paths.get(id(module), "?"), []).append(call)
+        path = paths.get(id(module), "?")
+        seen.attention.setdefault(path, []).append(call)
+        if any(x in counted for x in (query, key, value)):
+            seen.counting.append(path)
         return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
     with torch.no_grad(), buffers_on_meta(base), masks_that_answer(), answering(record), _calls_into(seen, base):
         inputs = model_inputs(base, torch.device("meta"))
-        watch = _Watch(inputs.get("position_ids"))
         try:
-            with watch:
+            with counted:
                 base(**inputs)
         except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}"
-    seen.reads_positions = watch.read
     return seen
-
-
-class _Watch(TorchFunctionMode):
-    """Notes whether any operation reads the values of one tensor; to ask for its shape or device is no reading."""
-
-    def __init__(self, watched: torch.Tensor | None) -> None:
-        super().__init__()
-        self.watched, self.read = watched, False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.read and getattr(func, "__name__", "") not in ("__get__", "size", "dim"):
-            self.read = any(x is self.watched for x in args if isinstance(x, torch.Tensor))
-        return func(*args, **(kwargs or {}))
 
 
 def model_inputs(base: nn.Module, device: torch.device) -> dict[str, Any]:
