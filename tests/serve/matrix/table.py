@@ -13,9 +13,11 @@ _STYLES = {"equal": "green", "wrong": "bold red", "refused": "yellow", "crashed"
 _NONE = Result("")
 
 
-def fused(result: Result) -> int:
-    """How many sites of a live model are fused; what was left as it was does not count."""
-    return sum(count for kind, count in result.sites.items() if not kind.startswith("left_"))
+def fused(result: Result) -> str:
+    """How many sites of a live model are fused, "-" if none lived; what was left as it was does not count."""
+    return (
+        str(sum(count for kind, count in result.sites.items() if not kind.startswith("left_"))) if result.sites else "-"
+    )
 
 
 def tally(store: Store, names: Iterable[str], kind: str, backend: str) -> Counter[str]:
