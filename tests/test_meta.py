@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, OPTConfig
 
-from tfbackend.errors import ConfigError, TfbackendError
+from tfbackend.errors import ConfigError, TfbackendError, UnsupportedModelError
 from tfbackend.meta import ATTENTION_NAME, build, check_config, load_config
 
 SIZES = {
@@ -161,3 +161,10 @@ def test_a_config_whose_layers_differ_in_a_size_is_checked_layer_by_layer():
     check_config(per_layer(64))
     with pytest.raises(ConfigError, match="head_dim"):
         check_config(per_layer(0))
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "falcon", "gpt_neo"])
+def test_models_with_attention_classes_of_their_own_are_refused_by_name(model_type):
+    config = CONFIG_MAPPING[model_type]()
+    with pytest.raises(UnsupportedModelError, match="attention classes of its own"):
+        build(config, torch.float32)

@@ -88,6 +88,13 @@ def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code
         return made
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
         unknown = error.args[0] if isinstance(error, KeyError) and error.args else None
+        if unknown == ATTENTION_NAME:
+            raise UnsupportedModelError(
+                "The model chooses among attention classes of its own, and takes no other implementation.",
+                where=type(config).__name__,
+                needed="attention through Transformers' attention interface",
+                remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+            ) from error
         field = place_of(unknown, config.to_dict())
         raise ConfigError(
             f"{type(config).__name__} does not build a model: {type(error).__name__}: {error}",
