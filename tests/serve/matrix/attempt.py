@@ -20,6 +20,8 @@ _REFUSALS = {
     "ours": {"UnsupportedModelError", "ConfigError", "VersionError", "ValidationError"},
     "intree": {"ValueError", "ValidationError", "NotImplementedError"},
 }
+_FRAME_OF_OURS = re.compile(r'File "[^"]*/tfbackend/\w')
+_FRAME_OF_VLLM = re.compile(r'File "[^"]*/vllm/model_executor/models/transformers/')
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def attempt(harness: Harness, name: str, expected: Expected, backend: str, timeo
     request = Request(harness.checkpoint(name), (prompts,), inspect=look, timeout=timeout)
     outcome = harness.serve(request, env=ENV[backend])
     if not outcome.ok:
-        return _failed(outcome, backend)
+        return failure(outcome, backend)
     served: Served = outcome.value
     seen: Look = served.inspected[0]
     batch = served.batches[0]
@@ -74,10 +76,14 @@ def attempt(harness: Harness, name: str, expected: Expected, backend: str, timeo
     return result
 
 
-def _failed(outcome: Outcome, backend: str) -> Result:
+def failure(outcome: Outcome, backend: str) -> Result:
+    """The result of an engine that did not come up: refused or crashed, and whose model class it was."""
     kind = outcome.error.partition(":")[0].rsplit(".", 1)[-1].strip()
     verdict = "refused" if kind in _REFUSALS[backend] else "crashed"
-    return Result(verdict, _one_line(outcome.error), seconds=round(outcome.seconds, 1))
+    reason = _one_line(outcome.error)
+    if backend == "ours" and _FRAME_OF_VLLM.search(outcome.log) and not _FRAME_OF_OURS.search(outcome.log):
+        reason = f"left to vLLM's own backend, which says: {reason}"
+    return Result(verdict, reason, seconds=round(outcome.seconds, 1))
 
 
 def _one_line(text: str) -> str:

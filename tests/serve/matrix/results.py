@@ -1,5 +1,6 @@
 """What became of each architecture under each backend, kept as JSON between runs."""
 
+import fcntl
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -47,19 +48,28 @@ class Row:
 
 
 class Store:
-    """The rows by ``model_type``; every change is written at once, so that a run may be stopped at any time."""
+    """The rows by ``model_type``.
+
+    Every change is written at once, so that a run may be stopped at any time, on top of what other runs have written.
+    """
 
     def __init__(self, path: Path = PATH) -> None:
         self.path, self._lock = path, Lock()
-        raw = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-        self.rows = {
+        self.rows = self._read()
+
+    def _read(self) -> dict[str, Row]:
+        raw = json.loads(self.path.read_text()) if self.path.exists() else {"rows": {}}
+        return {
             name: Row(row["kind"], row["class_name"], {b: Result(**r) for b, r in row["results"].items()})
             for name, row in raw["rows"].items()
         }
 
     def put(self, name: str, kind: str, class_name: str, backend: str, result: Result) -> None:
         """Record a result and write the file."""
-        with self._lock:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock, self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.rows = self._read()
             row = self.rows.setdefault(name, Row(kind, class_name))
             if kind:
                 row.kind, row.class_name = kind, class_name
@@ -67,7 +77,6 @@ class Store:
             self._write()
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         rows = {name: asdict(self.rows[name]) for name in sorted(self.rows)}
         temporary.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
