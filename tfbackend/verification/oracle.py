@@ -5,7 +5,6 @@ Runs in a process that never imports vLLM.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ def ask(model: str, prompts: Sequence[Prompt], max_tokens: int, trust_remote_cod
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     loaded = load(model, trust_remote_code)
     return [answer(loaded, prompt, max_tokens) for prompt in prompts]
 

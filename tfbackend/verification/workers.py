@@ -36,6 +36,9 @@ _DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Threads that wait for each other on cores that others use too take thirty times as long as one thread.
+    "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+    "OMP_WAIT_POLICY": "passive",
 }
 _FIXED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that an error is the engine's own, and its model can be looked at
