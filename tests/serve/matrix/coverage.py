@@ -5,7 +5,7 @@ import sys
 from tests.serve.matrix.derive import architectures
 from tests.serve.matrix.kinds import KINDS
 from tests.serve.matrix.overrides import EXCLUDED
-from tests.serve.matrix.results import BACKENDS, Result, Store, versions
+from tests.serve.matrix.results import BACKENDS, Result, Store, attempted, versions
 from tests.serve.matrix.table import fused, summary, tally
 from tests.serve.warm import ROOT
 
@@ -33,6 +33,9 @@ tfbackend {tfbackend} beside vLLM's own Transformers backend.
 - **refused**: an error that says why; **crashed**: any other error.
 - **unmade**: no tiny checkpoint that Transformers can load, so nothing was served.
 
+A name with a plus sign is a variant of an architecture, with switches set that its default leaves alone; the counts are
+of architectures.
+
 Fused counts the sites of the live model that run as one of vLLM's layers, tfbackend's / vLLM's own.
 """
 
@@ -42,7 +45,7 @@ def render(store: Store) -> str:
     names = list(architectures())
     parts = [_HEAD.format(**versions()), _counts(store, names)]
     for kind in KINDS:
-        of_kind = [name for name in names if name in store.rows and store.rows[name].kind == kind]
+        of_kind = [name for name in attempted() if name in store.rows and store.rows[name].kind == kind]
         if of_kind:
             parts.append(f"## {_TITLES[kind]}\n\n" + _rows(store, of_kind))
     parts.append(_left_out(store, names))

@@ -4,8 +4,8 @@ import dataclasses
 from functools import cache
 from typing import Any
 
-from tests.serve.configs import VARIANTS
-from tests.serve.matrix.overrides import OVERRIDES
+from tests.serve.configs import VARIANTS as CONFIGS
+from tests.serve.matrix.overrides import OVERRIDES, VARIANTS
 from tests.serve.matrix.rules import HEADS, LAYERS, shrink_blocks, shrink_field, shrink_rope, shrink_types
 
 # What every config has: not the model's to choose, or derived from other fields.
@@ -23,18 +23,24 @@ def architectures() -> tuple[str, ...]:
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(model_type: str) -> Any:
-    """Return a tiny config of the architecture.
+def model_type_of(name: str) -> str:
+    """The architecture that a name of the matrix stands for: "falcon+alibi" is a variant of "falcon"."""
+    return name.partition("+")[0]
+
+
+def tiny_config(name: str) -> Any:
+    """Return a tiny config of an architecture or of a variant of one.
 
     An architecture of tests/serve/configs.py has the fields it has there; the others follow the rules.
     """
     from transformers import CONFIG_MAPPING
 
+    model_type = model_type_of(name)
     config_class = CONFIG_MAPPING[model_type]
-    if model_type in VARIANTS:
-        fields = dict(VARIANTS[model_type].fields)
+    if name in CONFIGS:
+        fields = dict(CONFIGS[name].fields)
     else:
-        fields = shrunk_fields(config_class, OVERRIDES.get(model_type, {}))
+        fields = shrunk_fields(config_class, OVERRIDES.get(model_type, {}) | VARIANTS.get(name, {}))
     return config_class(**fields, dtype="float32")
 
 

@@ -18,10 +18,11 @@ _RECURRENT_TYPES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid", 
 _TEXT_CONFIGS = {"attn_config", "ffn_config", "patcher_config", "encoder_config", "decoder_config", "global_config"}
 
 
-def classify(model_type: str, model: Any) -> str:
-    """Return the kind of an architecture, given its model (on meta will do)."""
+def classify(name: str, model: Any) -> str:
+    """Return the kind of an architecture or variant, given its model (on meta will do)."""
     from transformers import CONFIG_MAPPING
 
+    model_type = name.partition("+")[0]
     config_class = CONFIG_MAPPING[model_type]
     if set(config_class.sub_configs) - _TEXT_CONFIGS:
         return "multimodal"

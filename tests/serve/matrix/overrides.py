@@ -87,6 +87,31 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
+# Switches that change what a class computes, on top of the overrides of their architecture: "model_type+variant".
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bart+scaled": {"scale_embedding": True},
+    "bert+encoder": {"is_decoder": False},
+    "bloom+postnorm": {"apply_residual_connection_post_layernorm": True},
+    "codegen+inner": {"n_inner": None, "tie_word_embeddings": True},
+    "falcon+alibi": {"alibi": True, "multi_query": False, "num_kv_heads": 4, "parallel_attn": False},
+    "falcon+alibi-parallel": {"alibi": True, "bias": False},
+    "falcon+grouped": {"new_decoder_architecture": True},
+    "falcon+heads": {"multi_query": False, "num_kv_heads": 4, "tie_word_embeddings": False},
+    "gemma4_text+keys-as-values": {"attention_k_eq_v": True},
+    "gemma4_text+wide": {"use_double_wide_mlp": True},
+    "gpt2+inverse": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    "gpt2+unscaled": {"scale_attn_weights": False, "tie_word_embeddings": False},
+    "gpt_neo+local": {"attention_types": [[["local"], 4]]},
+    "gptj+tied": {"rotary_dim": 32, "tie_word_embeddings": True},
+    "hyperclovax+prenorm": {"use_post_norm": False},
+    "modernbert-decoder+normbias": {"norm_bias": True, "decoder_bias": False},
+    "mpt+bias": {"no_bias": False, "logit_scale": None},
+    "mpt+keynorm": {"attn_config": {"attn_pdrop": ..., "qk_ln": True, "softmax_scale": 0.3}},
+    "olmo+clip": {"clip_qkv": 1.0},
+    "xglm+unscaled": {"scale_embedding": False},
+    "youtu+wholequery": {"q_lora_rank": None},
+}
+
 # Architectures of the mapping that are no language model by themselves, each with its reason. They are not attempted.
 EXCLUDED: dict[str, str] = {
     "gemma3n": "needs the timm package even for text; gemma3n_text is its language model",

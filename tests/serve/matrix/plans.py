@@ -7,8 +7,9 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from tests.serve.matrix.derive import architectures, tiny_config
+from tests.serve.matrix.derive import tiny_config
 from tests.serve.matrix.kinds import classify
+from tests.serve.matrix.results import attempted
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def _plan(model_type: str, kind: str, config: Any) -> Planned:
 
 
 def select(patterns: list[str]) -> list[str]:
-    """The architectures that match a pattern; all where there is none."""
-    return [name for name in architectures() if not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)]
+    """The architectures and variants that match a pattern; all where there is none."""
+    return [name for name in attempted() if not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)]
 
 
 def main(patterns: list[str]) -> int:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 
-from tests.serve.matrix.derive import architectures
-from tests.serve.matrix.overrides import EXCLUDED
+from tests.serve.matrix.derive import architectures, model_type_of
+from tests.serve.matrix.overrides import EXCLUDED, VARIANTS
 from tests.serve.warm import ROOT
 
 PATH = ROOT / ".cache" / "matrix.json"
@@ -97,5 +97,9 @@ def versions() -> dict[str, str]:
 
 
 def attempted() -> list[str]:
-    """The architectures that are served: all that are not excluded by name."""
-    return [name for name in architectures() if name not in EXCLUDED]
+    """What is served: the architectures that are not excluded by name, each followed by its variants."""
+    served = []
+    for name in architectures():
+        if name not in EXCLUDED:
+            served += [name, *(variant for variant in VARIANTS if model_type_of(variant) == name)]
+    return served

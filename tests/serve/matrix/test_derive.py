@@ -4,21 +4,20 @@ from typing import Any
 
 import pytest
 
-from tests.serve.matrix.derive import architectures, shrunk_fields, tiny_config
-from tests.serve.matrix.overrides import EXCLUDED, OVERRIDES
+from tests.serve.matrix.derive import architectures, model_type_of, shrunk_fields, tiny_config
+from tests.serve.matrix.overrides import OVERRIDES, VARIANTS
+from tests.serve.matrix.results import attempted
 from tests.serve.matrix.rules import RULES, shrink_blocks, shrink_field, shrink_rope, shrink_types
 
-MADE = [name for name in architectures() if name not in EXCLUDED]
 
-
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", attempted())
 def test_config_is_small(name: str) -> None:
     text = tiny_config(name).get_text_config()
     for field, most in {"vocab_size": 500, "num_hidden_layers": 8, "hidden_size": 256}.items():
         assert getattr(text, field, 0) <= most, field
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", attempted())
 def test_each_kind_of_layer_comes_twice(name: str) -> None:
     types = getattr(tiny_config(name).get_text_config(), "layer_types", None) or ()
     assert all(list(types).count(kind) >= 2 for kind in types)
@@ -29,9 +28,9 @@ def test_overrides_name_fields_of_the_class() -> None:
     from transformers import CONFIG_MAPPING
 
     extra = {"head_dim", "global_head_dim", "rope_theta"}  # taken from the keywords by some class or model
-    for name, fields in OVERRIDES.items():
-        if name in architectures():
-            _check(name, CONFIG_MAPPING[name], fields, extra)
+    for name, fields in (OVERRIDES | VARIANTS).items():
+        if model_type_of(name) in architectures():
+            _check(name, CONFIG_MAPPING[model_type_of(name)], fields, extra)
 
 
 def _check(name: str, config_class: Any, fields: dict[str, Any], extra: set[str]) -> None:
