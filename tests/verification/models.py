@@ -27,6 +27,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64, "rope_parameters": _ROPE,
         "tie_word_embeddings": False,
     }),
+    # Experts.
+    "qwen3_moe": (
+        "qwen3_moe",
+        _SIZES
+        | {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "rope_parameters": _ROPE,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     # Sinks.
     "granite_swa": ("granite_swa", _SIZES | {
         "num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": WINDOW, "layer_types": [F, S, F, S],
