@@ -124,7 +124,7 @@ class _Climber:
     def _ask(self, rung: Rung, stopped: str, listener: Listener) -> Result:
         of = (CONFIG if rung.name in ("meta", "proofs") else TINY) if self.tiny else CHECKPOINT
         if not asked(rung, self.request.level):
-            flag = "no --quick" if rung.level == DEFAULT else "--full"
+            flag = "a run without --quick" if rung.level == DEFAULT else "--full"
             return Result(rung, Finding(NOT_RUN, needs=flag), of)
         if stopped:
             return Result(rung, Finding(NOT_RUN, needs=f"the rung before: {stopped}"), of)

@@ -49,7 +49,8 @@ class Structure:
         except TfbackendError as error:
             return Finding(FAIL, detail=str(error))
         model = self.built.model
-        count = sum(parameter.numel() for parameter in model.parameters())
+        again = f"{self.built.head_path}.weight" if self.built.tied else ""  # on meta both have one of their own
+        count = sum(parameter.numel() for name, parameter in model.named_parameters() if name != again)
         figure = f"{type(model).__name__}, {count:,} parameters"
         return Finding(PASS, figure, float(count), "parameters")
 
