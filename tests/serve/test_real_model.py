@@ -94,10 +94,11 @@ def test_float32(harness: Harness, folder: str, prompts: list[list[int]], expect
 def test_bfloat16_knows_the_capital_of_france(
     harness: Harness, folder: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The model is small and on the edge here: it babbles where norms round otherwise than Transformers'.
+    """The model is small and on the edge: a norm that rounds once, after its weight, is more exact and has made it
+    babble. tests/layers/test_norm.py holds the rounding itself.
 
-    A kernel that rounds once, after the weight, is more exact and gives the wrong answer: see layers/norm.py. So does
-    Inductor, unless told to `emulate_precision_casts`, for every implementation: hence eager only.
+    Inductor rounds once too, whichever implementation it compiles, unless told to `emulate_precision_casts`: hence
+    eager only.
     """
     served = _serve(harness, folder, [_chat(tokenizer, QUESTION)], enforce_eager=True, dtype="bfloat16")
     assert "Paris" in tokenizer.decode(served.batches[0].tokens[0])
