@@ -20,7 +20,8 @@ _REFUSALS = {
     "ours": {"UnsupportedModelError", "ConfigError", "VersionError", "ValidationError"},
     "intree": {"ValueError", "ValidationError", "NotImplementedError"},
 }
-_FRAME_OF_OURS = re.compile(r'File "[^"]*/tfbackend/\w')
+# The process that the engine runs in is forked by tfbackend.verification, whoever serves.
+_FRAME_OF_OURS = re.compile(r'File "[^"]*/tfbackend/(?!verification/)\w')
 _FRAME_OF_VLLM = re.compile(r'File "[^"]*/vllm/model_executor/models/transformers/')
 
 

@@ -10,6 +10,7 @@ from tests.serve.matrix.results import Result, Store
 from tests.serve.warm import Outcome
 
 OURS = 'File "/somewhere/tfbackend/plan.py", line 1'
+FORK = 'File "/somewhere/tfbackend/verification/processes.py", line 1'
 VLLMS = 'File "/site-packages/vllm/model_executor/models/transformers/base.py", line 1'
 
 
@@ -38,7 +39,7 @@ def test_reason_is_one_line_and_the_error_that_pydantic_wraps() -> None:
 
 def test_a_crash_of_the_class_of_vllm_is_said_to_be_that() -> None:
     said = "left to vLLM's own backend, which says: "
-    assert failure(Outcome(None, "ValueError: no", VLLMS, 1.0), "ours").reason == said + "ValueError: no"
+    assert failure(Outcome(None, "ValueError: no", FORK + VLLMS, 1.0), "ours").reason == said + "ValueError: no"
     assert failure(Outcome(None, "ValueError: no", VLLMS + OURS, 1.0), "ours").reason == "ValueError: no"
     assert failure(Outcome(None, "ValueError: no", VLLMS, 1.0), "intree").reason == "ValueError: no"
 
