@@ -200,3 +200,24 @@ def test_models_that_count_positions_themselves_are_refused(model_type):
     config = CONFIG_MAPPING[model_type](**sizes, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     with pytest.raises(UnsupportedModelError, match="numbers its tokens itself"):
         make_plan(build(config, torch.float32), ServingSpec())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "gemma2", "cohere"])
+def test_the_engines_default_device_and_dtype_change_nothing(model_type):
+    """An engine builds models inside torch.device("cuda") and with its dtype as torch's default."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = CONFIG_MAPPING[model_type](**sizes, num_key_value_heads=2, vocab_size=128, **ids)
+    plain = make_plan(build(config, torch.bfloat16), ServingSpec(dtype=torch.bfloat16))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            built = build(config, torch.bfloat16)
+            engines = make_plan(built, ServingSpec(dtype=torch.bfloat16))
+    finally:
+        torch.set_default_dtype(before)
+    assert engines.rewrites == plain.rewrites
+    assert engines.forwards == plain.forwards
+    assert not engines.unproven
+    assert not any(buffer.is_meta for buffer in built.model.buffers())

@@ -60,7 +60,7 @@ def _apply_site(base: nn.Module, path: str, rewrites: tuple[Rewrite, ...], prefi
 
 def _fix_rope(module: nn.Module, spec: FixedRopeSpec) -> None:
     """Let the module rescale to the longest context once, then take the rescaling away."""
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
         last = torch.tensor([[spec.max_len - 1]])
         module(torch.zeros(1, 1, 1), last)
     bare = inspect.unwrap(type(module).forward)

@@ -72,7 +72,7 @@ def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bo
     register_attention()
     config = copy.deepcopy(config)
     _set_attention(config)
-    with init_empty_weights(include_buffers=False), _default_dtype(dtype):
+    with init_empty_weights(include_buffers=False), torch.device("cpu"), _default_dtype(dtype):
         model = _instantiate(config, dtype, trust_remote_code)
     model.eval()
     for name in ("use_cache", "output_attentions", "output_hidden_states"):

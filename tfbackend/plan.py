@@ -23,7 +23,7 @@ from tfbackend.head import HeadPlan, plan_head
 from tfbackend.layerspecs import COLWISE, COLWISE_GATHER, REPLICATED, ROWWISE, ROWWISE_SPLIT, AttentionSpec, QKVSpec
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
-from tfbackend.proof import Prover
+from tfbackend.proof import Prover, plain_float32
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
 from tfbackend.source.edits import apply_edits
@@ -127,6 +127,12 @@ def draft_plan(
     Raises:
         UnsupportedModelError: the model does not run on meta tensors, so there is nothing to plan.
     """
+    # An engine builds models with its own device and dtype as torch's defaults.
+    with plain_float32():
+        return _draft(meta, serving, prover or Prover())
+
+
+def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
     base = meta.base
     observation = observe(base)
     if observation.problem:
@@ -137,7 +143,6 @@ def draft_plan(
             remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",
         )
     planner = _Planner(meta, serving, observation)
-    prover = prover or Prover()
     rewrites, misses, unproven = _collect_proven(planner, prover)
     head, refusals = _head(meta, observation)
     plan = Plan(
