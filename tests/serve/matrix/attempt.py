@@ -22,6 +22,7 @@ _REFUSALS = {
 }
 # The process that the engine runs in is forked by tfbackend.verification, whoever serves.
 _FRAME_OF_OURS = re.compile(r'File "[^"]*/tfbackend/(?!verification/)\w')
+_FOLDERS = re.compile(r"/[^\s'\"]*/(site-packages|tfbackend-serve-\w+)/")
 _FRAME_OF_VLLM = re.compile(r'File "[^"]*/vllm/model_executor/models/transformers/')
 
 
@@ -88,7 +89,7 @@ def failure(outcome: Outcome, backend: str) -> Result:
 
 
 def _one_line(text: str) -> str:
-    """The text without line breaks; of pydantic's wrapping of an error, the error."""
-    line = " ".join(text.split())
+    """The text without line breaks and the folders of this machine; of pydantic's wrapping of an error, the error."""
+    line = _FOLDERS.sub("", " ".join(text.split()))
     wrapped = re.search(r"Value error, (.*?) \[type=", line)
     return wrapped.group(1) if wrapped else line

@@ -37,6 +37,11 @@ def test_reason_is_one_line_and_the_error_that_pydantic_wraps() -> None:
     assert failure(Outcome(None, error, "", 1.0), "ours").reason == "It is so."
 
 
+def test_reason_names_no_folder_of_this_machine() -> None:
+    error = "OSError: no '/tmp/tfbackend-serve-ab_1/models/fuyu', see /opt/lib/site-packages/vllm/x.py"
+    assert failure(Outcome(None, error, "", 1.0), "ours").reason == "OSError: no 'models/fuyu', see vllm/x.py"
+
+
 def test_a_crash_of_the_class_of_vllm_is_said_to_be_that() -> None:
     said = "left to vLLM's own backend, which says: "
     assert failure(Outcome(None, "ValueError: no", FORK + VLLMS, 1.0), "ours").reason == said + "ValueError: no"
