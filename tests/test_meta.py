@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, OPTConfig
 
 from tfbackend.errors import ConfigError, TfbackendError, UnsupportedModelError
+from tfbackend.graph.observe import observe
 from tfbackend.meta import ATTENTION_NAME, build, check_config, load_config
 
 SIZES = {
@@ -168,3 +169,9 @@ def test_models_with_attention_classes_of_their_own_are_refused_by_name(model_ty
     config = CONFIG_MAPPING[model_type]()
     with pytest.raises(UnsupportedModelError, match="attention classes of its own"):
         build(config, torch.float32)
+
+
+def test_a_padding_token_is_not_looked_for():
+    """GPT2Model reads the tokens of a call to warn of padding once its config names a padding token."""
+    config = GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    assert not observe(build(config, torch.float32).base).problem

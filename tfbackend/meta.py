@@ -75,6 +75,7 @@ def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bo
     with init_empty_weights(include_buffers=False), torch.device("cpu"), _default_dtype(dtype):
         model = _instantiate(config, dtype, trust_remote_code)
     model.eval()
+    _spare_the_warning(model)
     for name in ("use_cache", "output_attentions", "output_hidden_states"):
         setattr(model.config, name, False)
     return MetaModel(model, *_places(model))
@@ -102,6 +103,20 @@ def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code
             found=f"{unknown!r}, which Transformers does not know" if field else None,
             remedy="Compare config.json with the one the model was published with",
         ) from error
+
+
+def _spare_the_warning(model: PreTrainedModel) -> None:
+    """Keep Transformers from looking for padding among the tokens of every call, only to warn of a missing mask.
+
+    An engine has no padding, and looking reads values, which meta tensors have not and a GPU would have to wait for.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            vars(module)["warn_if_padding_and_no_attention_mask"] = _no_warning
+
+
+def _no_warning(*_: Any) -> None:
+    """Stands in for the warning."""
 
 
 def _has_causal_class(config: PretrainedConfig) -> bool:
