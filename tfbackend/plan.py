@@ -159,9 +159,9 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         proofs=prover.counts,
     )
     refusals += _attention_refusals(plan, observation, serving)
+    refusals += map(_mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
         refusals.append(_positions_refusal(observation.counting[0]))
-    refusals += map(_mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     return replace(plan, forwards=_forwards(plan, planner.sites)), tuple(refusals)
 
 

@@ -47,11 +47,15 @@ def _count_and_forget(x, positions):
     "forward", [_count, _add_up_a_mask, _count_into, _count_into_a_part, _count_for_a_table], ids=lambda f: f.__name__
 )
 def test_what_is_computed_from_a_count_is_known(forward):
-    with CountedTokens() as counted:
+    with CountedTokens(5) as counted:
         assert forward(X, POSITIONS) in counted
 
 
-@pytest.mark.parametrize("forward", [_use_what_is_given, _count_and_forget], ids=lambda f: f.__name__)
+def _count_experts(x, positions):
+    return x + torch.ones(3).cumsum(0).sum()
+
+
+@pytest.mark.parametrize("forward", [_use_what_is_given, _count_and_forget, _count_experts], ids=lambda f: f.__name__)
 def test_what_is_computed_from_positions_is_no_count(forward):
-    with CountedTokens() as counted:
+    with CountedTokens(5) as counted:
         assert forward(X, POSITIONS) not in counted

@@ -17,10 +17,15 @@ _COUNTING = frozenset({"arange", "range", "linspace", "cumsum", "cumulative_sum"
 
 
 class CountedTokens(TorchFunctionMode):
-    """Follows, while entered, everything computed from a count of tokens."""
+    """Follows, while entered, everything computed from a count of `tokens` tokens.
 
-    def __init__(self) -> None:
+    Counting as many things as there are tokens is taken for counting tokens; experts, chunks and elements of a head are
+    counted too.
+    """
+
+    def __init__(self, tokens: int) -> None:
         super().__init__()
+        self.tokens = tokens
         self._counted: dict[int, torch.Tensor] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -31,7 +36,7 @@ class CountedTokens(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if name in _COUNTING or any(x in self for x in given):
+        if (name in _COUNTING and self.tokens in result.shape) or any(x in self for x in given):
             made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
             made += given[:1] if name == "__setitem__" or name.endswith("_") else []
             self._counted |= {id(x): x for x in made}

@@ -82,7 +82,7 @@ def observe(base: nn.Module) -> Observation:
     """Run the base model once over `TOKENS` meta tokens, as the engine will call it: flat positions, no cache."""
     seen = Observation()
     paths = {id(module): path for path, module in base.named_modules()}
-    counted = CountedTokens()
+    counted = CountedTokens(TOKENS)
 
     def record(
         module: nn.Module,
