@@ -17,6 +17,18 @@ from tfbackend.proof import Prover
 from tfbackend.serving import ServingSpec
 from tfbackend.source.edits import apply_edits
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 WIDTH, HEADS, KV_HEADS, DIM = 32, 4, 2, 8
 
 

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING
 
 from tests.fusers.test_glu import GLU
 from tests.fusers.test_qkv import Attention
-from tests.sites import WIDTH, OneSite
+from tests.sites import SIZES, WIDTH, OneSite
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.graph.observe import observe
 from tfbackend.meta import build
@@ -99,17 +99,6 @@ def test_result_is_remembered(tmp_path):
     assert prover.counts == (0, 0), "it is no proof of a rewrite"
 
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 @pytest.mark.parametrize(

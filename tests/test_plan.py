@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 
 from tests.fusers.test_glu import GLU
 from tests.fusers.test_qkv import Attention, WithKeywords
-from tests.sites import decide
+from tests.sites import SIZES, decide
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Miss, Rewrite
@@ -17,18 +17,6 @@ from tfbackend.layerspecs import AttentionSpec, QKVSpec
 from tfbackend.meta import build
 from tfbackend.plan import Plan, draft_plan, make_plan, tensor_parallel_styles
 from tfbackend.serving import ServingSpec
-
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def llama(**fields):

@@ -77,7 +77,7 @@ def make_remote(folder: str, prompts: list[list[int]], max_tokens: int) -> list[
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.serve.tiny import randomise
+    from tfbackend.verification.oracle import randomise
 
     path = Path(folder)
     path.mkdir(parents=True)

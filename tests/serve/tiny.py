@@ -9,8 +9,6 @@ from tests.serve.configs import ARCHITECTURES, VARIANTS, WINDOW, Variant
 
 __all__ = ["ARCHITECTURES", "VARIANTS", "Variant", "make_checkpoint", "make_prompts", "with_fields"]
 
-WEIGHT_STD = 0.15
-VECTOR_STD = 0.25
 PROMPT_LENGTHS = (1, 7, 2 * WINDOW + 5, 3 * WINDOW - 2)
 
 
@@ -39,6 +37,8 @@ def make_checkpoint(variant: Variant, folder: Path, *, max_shard_size: str = "50
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from tfbackend.verification.oracle import randomise
+
     config = AutoConfig.for_model(variant.model_type, **variant.fields, dtype="float32")
     _refuse_unknown_fields(variant, config)
     torch.manual_seed(zlib.crc32(variant.name.encode()))
@@ -46,21 +46,6 @@ def make_checkpoint(variant: Variant, folder: Path, *, max_shard_size: str = "50
     randomise(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
-
-
-def randomise(model: Any) -> None:
-    """Give matrices a standard deviation that avoids ties, and move vectors off their initial values.
-
-    Vectors keep their initial value as mean, so that a norm centred on one and one centred on zero stay what they are.
-    """
-    import torch
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, WEIGHT_STD)
-            else:
-                parameter.add_(torch.randn_like(parameter) * VECTOR_STD)
 
 
 def _refuse_unknown_fields(variant: Variant, config: Any) -> None:

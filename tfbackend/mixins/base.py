@@ -64,7 +64,7 @@ class Base(nn.Module):
         self.build_head(built, prefix)
         self.seconds = {"plan and proof": planned - begun, "apply": time.perf_counter() - planned}
         keywords = call_keywords(self.model, torch.empty(0))
-        self.takes_positions = keywords.pop("position_ids", None) is not None
+        keywords.pop("position_ids", None)
         self._decoder = [Decoder(vllm_config=self.vllm_config, prefix=path)]
         self._decoder[0].serve(self.model, keywords)
         self._announce()

@@ -8,7 +8,7 @@ from typing import Any
 from tests.serve.matrix.derive import tiny_config
 from tests.serve.matrix.kinds import BIDIRECTIONAL, classify
 from tests.serve.oracle import Answer, answer, load
-from tests.serve.tiny import randomise
+from tfbackend.verification.oracle import randomise
 
 MOST_PARAMETERS = 40_000_000
 """An architecture whose tiny model is larger has a size that no rule caught."""
