@@ -65,8 +65,10 @@ class Rotary(nn.Module):
     def _traced(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = cos[..., self.pick].unsqueeze(1), sin[..., self.pick].unsqueeze(1)
-        return self.spec.rotate(query, cos, sin), self.spec.rotate(key, cos, sin)
+        # By token and not by head: attention reads it so, and Inductor would copy each head to its place afterwards.
+        cos, sin = cos[0, :, self.pick].unsqueeze(1), sin[0, :, self.pick].unsqueeze(1)
+        query, key = (self.spec.rotate(x[0].transpose(0, 1), cos, sin) for x in (query, key))
+        return query.transpose(0, 1).unsqueeze(0), key.transpose(0, 1).unsqueeze(0)
 
 
 def _rows(x: torch.Tensor, copy: bool) -> torch.Tensor:
