@@ -113,7 +113,8 @@ def launch(names: list[str], model: Path, eager: bool, rounds: int) -> list[Cont
                     contestant.turn(number, batch, tokens)
         for contestant in contestants:
             contestant.stop()
-            print(contestant.name, {b: f"{statistics.median(s):.1f}" for b, s in contestant.speeds.items()}, file=sys.stderr)
+            medians = {batch: round(statistics.median(found), 1) for batch, found in contestant.speeds.items()}
+            print(contestant.name, medians, file=sys.stderr, flush=True)
     return contestants
 
 
