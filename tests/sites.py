@@ -88,6 +88,7 @@ class Decision:
 def decide(
     *build: Callable[[], nn.Module],
     tp_size: int = 1,
+    quantization: str | None = None,
     tp_plan: Mapping[str, str] | None = None,
     directory: Path | None = None,
     budget: float = 60.0,
@@ -96,7 +97,7 @@ def decide(
     with init_empty_weights(include_buffers=False):
         base = OneSite([make() for make in build], tp_plan=tp_plan)
     base.eval()
-    return Decision(base, ServingSpec(tp_size=tp_size), Prover(directory, budget))
+    return Decision(base, ServingSpec(tp_size=tp_size, quantization=quantization), Prover(directory, budget))
 
 
 def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
+from tfbackend.activations import activation_name
 from tfbackend.layerspecs import (
     ActMulSpec,
     AttentionSpec,
@@ -17,7 +18,6 @@ from tfbackend.layerspecs import (
     MergedLinearSpec,
     NormSpec,
     QKVSpec,
-    activation_name,
 )
 
 torch.manual_seed(0)

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, OPTConfig
+from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, OPTConfig, Qwen2Config, Qwen2MoeConfig
 
 from tfbackend.errors import ConfigError, TfbackendError, UnsupportedModelError
 from tfbackend.graph.observe import observe
-from tfbackend.meta import ATTENTION_NAME, build, check_config, load_config
+from tfbackend.meta import INTERFACE_NAME, build, check_config, load_config
 
 SIZES = {
     "hidden_size": 64,
@@ -45,7 +45,7 @@ def test_the_config_is_left_as_it_was():
     before = config.to_dict()
     meta = build(config, torch.float32)
     assert config.to_dict() == before
-    assert meta.model.config._attn_implementation == ATTENTION_NAME
+    assert meta.model.config._attn_implementation == INTERFACE_NAME
     assert meta.model.config.use_cache is False
 
 
@@ -175,3 +175,16 @@ def test_a_padding_token_is_not_looked_for():
     """GPT2Model reads the tokens of a call to warn of padding once its config names a padding token."""
     config = GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     assert not observe(build(config, torch.float32).base).problem
+
+
+def test_a_window_of_zero_that_vllm_took_away_is_put_back():
+    """vLLM sets a sliding_window of 0 to None; Qwen2MoeModel makes a mask with a window in every call, used or not."""
+    config = Qwen2MoeConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+    )  # fmt: skip
+    assert config.sliding_window == 0
+    config.sliding_window = None
+    assert observe(build(config, torch.float32).base).problem == ""
+    plain = Qwen2Config(use_sliding_window=False, num_hidden_layers=1)
+    assert build(plain, torch.float32).model.config.sliding_window is None

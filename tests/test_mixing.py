@@ -99,8 +99,6 @@ def test_result_is_remembered(tmp_path):
     assert prover.counts == (0, 0), "it is no proof of a rewrite"
 
 
-
-
 @pytest.mark.parametrize(
     ("model_type", "fields", "where"),
     [

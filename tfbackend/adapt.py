@@ -39,6 +39,8 @@ def build_context(config: VllmConfig) -> BuildContext:
         quant_config=config.quant_config,
         cache_config=_without_window(config.cache_config),
         tp_size=config.parallel_config.tensor_parallel_size,
+        eplb=config.parallel_config.enable_eplb,
+        redundant_experts=config.parallel_config.eplb_config.num_redundant_experts,
     )
 
 

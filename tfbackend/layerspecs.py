@@ -7,12 +7,14 @@ torch at full width on one rank: it is what a rewrite is proven with, so it is w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tfbackend.activations import ACTIVATIONS
+from tfbackend.expertspec import ExpertsSpec
 
 COLWISE, ROWWISE, REPLICATED = "colwise", "rowwise", "replicated"
 COLWISE_GATHER, ROWWISE_SPLIT = "colwise_gather_output", "rowwise_split_input"
@@ -125,17 +127,6 @@ class _ReferenceNorm(nn.Module):
         return normed.to(x.dtype)
 
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-    "relu2": lambda x: F.relu(x).square(),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
-
-
 @dataclass(frozen=True)
 class ActMulSpec:
     """`activation(first half) * second half` over the last dimension: [..., 2n] -> [..., n]."""
@@ -156,27 +147,7 @@ class _ReferenceActMul(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, dim=-1)
-        return _ACTIVATIONS[self.activation](first) * second
-
-
-def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """The name in this module of what `function` computes, found by evaluating it in float64; None if it is none.
-
-    An activation is known by its values and not by its class, since Transformers spells each in several ways. Values
-    far out are asked for too: some are clipped there.
-    """
-    far = torch.tensor([7.0, 11, 30, 101, 1e3, 1e4], dtype=torch.float64)
-    x = torch.cat((torch.linspace(-6, 6, 241, dtype=torch.float64), far, -far))
-    try:
-        y = function(x.clone())
-    except (TypeError, RuntimeError, ValueError):
-        return None
-    if not isinstance(y, torch.Tensor) or y.shape != x.shape or y.dtype != x.dtype:
-        return None
-    for name, known in _ACTIVATIONS.items():
-        if torch.allclose(y, known(x), rtol=1e-9, atol=1e-9):
-            return name
-    return None
+        return ACTIVATIONS[self.activation](first) * second
 
 
 @dataclass(frozen=True)
@@ -348,4 +319,5 @@ LayerSpec = (
     | EmbeddingSpec
     | RotarySpec
     | AttentionSpec
+    | ExpertsSpec
 )

@@ -19,14 +19,16 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tfbackend.errors import ConfigError, UnsupportedModelError
-from tfbackend.graph.interface import attention_interface
+from tfbackend.graph.interface import attention_interface, experts_interface
 from tfbackend.values import SIZES, check_numbers, check_sizes, place_of
 
-ATTENTION_NAME = "tfbackend"
-"""What `config._attn_implementation` is set to; Transformers' attention modules then call ours."""
+INTERFACE_NAME = "tfbackend"
+"""What `config._attn_implementation` and `config._experts_implementation` are set to; Transformers' modules then call
+ours."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,10 @@ class MetaModel:
         return module
 
 
-def register_attention() -> None:
-    """Make `tfbackend` a known attention implementation of Transformers. Idempotent."""
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_interface)
+def register_interfaces() -> None:
+    """Make `tfbackend` a known implementation of attention and of experts in Transformers. Idempotent."""
+    ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, attention_interface)
+    ALL_EXPERTS_FUNCTIONS.register(INTERFACE_NAME, experts_interface)
 
 
 def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> MetaModel:
@@ -69,9 +72,10 @@ def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bo
         UnsupportedModelError: Transformers has no causal language model for this config.
     """
     check_config(config)
-    register_attention()
+    register_interfaces()
     config = copy.deepcopy(config)
-    _set_attention(config)
+    _set_interfaces(config)
+    _restore_window(config)
     with init_empty_weights(include_buffers=False), torch.device("cpu"), _default_dtype(dtype):
         model = _instantiate(config, dtype, trust_remote_code)
     model.eval()
@@ -89,7 +93,7 @@ def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code
         return made
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
         unknown = error.args[0] if isinstance(error, KeyError) and error.args else None
-        if unknown == ATTENTION_NAME:
+        if unknown == INTERFACE_NAME:
             raise UnsupportedModelError(
                 "The model chooses among attention classes of its own, and takes no other implementation.",
                 where=type(config).__name__,
@@ -125,11 +129,19 @@ def _has_causal_class(config: PretrainedConfig) -> bool:
     return type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _set_attention(config: PretrainedConfig) -> None:
-    config._attn_implementation = ATTENTION_NAME
+def _set_interfaces(config: PretrainedConfig) -> None:
+    config._attn_implementation = INTERFACE_NAME
     text = config.get_text_config()
     if text is not config:
-        text._attn_implementation = ATTENTION_NAME
+        text._attn_implementation = INTERFACE_NAME
+    text._experts_implementation = INTERFACE_NAME
+
+
+def _restore_window(config: PretrainedConfig) -> None:
+    """Put back the 0 by which some classes say "no window": vLLM makes it None, which their masks refuse."""
+    text = config.get_text_config()
+    if getattr(text, "sliding_window", 0) is None and getattr(text, "use_sliding_window", True) is False:
+        text.sliding_window = getattr(type(text)(use_sliding_window=False), "sliding_window", None)
 
 
 @contextmanager

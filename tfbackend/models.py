@@ -6,10 +6,15 @@ these classes in a subprocess and cached by the content of this file alone, so t
 
 from __future__ import annotations
 
-from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsQuant
+from vllm.model_executor.models.interfaces import MixtureOfExperts, SupportsLoRA, SupportsQuant
 
 from tfbackend.mixins.causal import CausalMixin
+from tfbackend.mixins.moe import MoEMixin
 
 
 class TransformersForCausalLM(CausalMixin, SupportsLoRA, SupportsQuant):
     """Decoder-only text models."""
+
+
+class TransformersMoEForCausalLM(MoEMixin, CausalMixin, SupportsLoRA, SupportsQuant, MixtureOfExperts):
+    """Decoder-only text models with experts."""

@@ -159,6 +159,7 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         proofs=prover.counts,
     )
     refusals += _attention_refusals(plan, observation, serving)
+    refusals += _experts_refusals(plan, serving)
     refusals += map(_mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
         refusals.append(_positions_refusal(observation.counting[0]))
@@ -245,6 +246,18 @@ def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSp
                     remedy="Serve it with --tensor-parallel-size 1",
                 )
         yield from uneven(plan.rewrites, serving.tp_size)
+
+
+def _experts_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:
+    """Transformers' own experts look at which are asked for, and so run neither compiled nor on several ranks."""
+    for miss in plan.misses:
+        if miss.fuser == "experts" and (serving.compiled or serving.tp_size > 1 or serving.quantization):
+            yield UnsupportedModelError(
+                "The experts of a layer cannot be served.",
+                where=miss.qualname,
+                found=str(miss),
+                remedy="Serve it unquantized with --enforce-eager and --tensor-parallel-size 1",
+            )
 
 
 def _layer_list(base: nn.Module) -> str:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 SUPPORTED_VLLM = ((0, 32), (0, 33))
 SUPPORTED_TRANSFORMERS = (5, 16)
 
-_CLASSES = ("TransformersForCausalLM",)
+_CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 
 
 def register() -> None:

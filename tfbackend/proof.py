@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tfbackend.errors import PlanConflictError
+from tfbackend.expertspec import ExpertsSpec
 from tfbackend.fusers.base import Miss, Rewrite, Site
 from tfbackend.graph.constants import real_value
 from tfbackend.graph.interface import RUN_ERRORS, answering
@@ -280,7 +281,7 @@ def random_inputs(
         if x.dtype == torch.bool:
             return None
         if not x.dtype.is_floating_point:
-            top = module.num_embeddings if isinstance(module, nn.Embedding) else 7
+            top = module.num_embeddings if isinstance(module, nn.Embedding) else getattr(module, "num_experts", 7)
             return torch.randint(0, top, x.shape, generator=generator)
         real = real_value(observation, x) if observation is not None else None
         return torch.randn(x.shape, generator=generator) * size if real is None else real
@@ -308,10 +309,11 @@ class _Reference:
             assert isinstance(whole[0], (NormSpec, EmbeddingSpec))
             return _copy_state(whole[0].reference(), original)(*args, **kwargs)
         twin = copy.copy(original)
-        twin.__dict__ = {**vars(original), "_modules": dict(original._modules)}
+        own = {"_modules": dict(original._modules), "_parameters": dict(original._parameters)}
+        twin.__dict__ = {**vars(original), **own}
         for rewrite in self.group:
             for name in rewrite.removes:
-                twin._modules.pop(name)
+                (twin._modules if name in twin._modules else twin._parameters).pop(name)
             for name, spec in rewrite.children:
                 if not isinstance(spec, AttentionSpec):
                     twin._modules[name] = _reference_child(name, spec, rewrite, original)
@@ -342,8 +344,21 @@ def _reference_child(name: str, spec: LayerSpec, rewrite: Rewrite, original: nn.
     if isinstance(spec, (QKVSpec, MergedLinearSpec)):
         parts = sorted((e for e in rewrite.weights if e.target == name), key=lambda entry: _place(entry.shard))
         return _SideBySide([original.get_submodule(e.source) for e in parts], spec)
+    if isinstance(spec, ExpertsSpec):
+        return _reference_experts(spec, original)
     assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec, RotarySpec))
     return spec.reference()
+
+
+def _reference_experts(spec: ExpertsSpec, original: nn.Module) -> nn.Module:
+    made: Any = spec.reference()
+    first = "gate_up_proj" if spec.gated else "up_proj"
+    made.into, made.out = original.get_parameter(first), original.get_parameter("down_proj")
+    if spec.bias:
+        made.into_bias = original.get_parameter(f"{first}_bias")
+        made.out_bias = original.get_parameter("down_proj_bias")
+    module: nn.Module = made
+    return module
 
 
 def _place(shard: str | int | None) -> int:

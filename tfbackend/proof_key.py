@@ -104,7 +104,10 @@ def _file_digest(path: str, mtime_ns: int) -> str:
 
 def _own_files() -> list[Path]:
     here = Path(__file__).parent
-    return [here / name for name in ("proof.py", "proof_key.py", "layerspecs.py", "mixing.py")]
+    return [
+        here / name
+        for name in ("proof.py", "proof_key.py", "layerspecs.py", "activations.py", "expertspec.py", "mixing.py")
+    ]
 
 
 def _outline(value: Any) -> Any:

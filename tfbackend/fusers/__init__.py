@@ -5,6 +5,7 @@ from __future__ import annotations
 from tfbackend.fusers.attention import AttentionFuser
 from tfbackend.fusers.base import Fuser
 from tfbackend.fusers.embedding import EmbeddingFuser
+from tfbackend.fusers.experts import ExpertsFuser
 from tfbackend.fusers.fixed_rope import FixedRopeFuser
 from tfbackend.fusers.glu import GLUFuser
 from tfbackend.fusers.linear import LinearFuser
@@ -22,6 +23,7 @@ FUSERS: tuple[Fuser, ...] = (
     GLUFuser(),
     MergedColumnFuser(),
     FixedRopeFuser(),
+    ExpertsFuser(),
     NormFuser(),
     EmbeddingFuser(),
     LinearFuser(),

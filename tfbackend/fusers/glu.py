@@ -4,7 +4,7 @@
     self.gate_up_proj(x)))
 
 Packed gates (`gate, up = self.gate_up_proj(x).chunk(2, dim=-1)`) keep their linear. The activation is known by the
-values it gives, see `layerspecs.activation_name`.
+values it gives, see `activations.activation_name`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from tfbackend.activations import activation_name
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
 from tfbackend.fusers.linears import Call, consumer, find_calls, is_linear, linear, merged_name, same_bias
 from tfbackend.graph.query import name_of
-from tfbackend.layerspecs import ROWWISE, ActMulSpec, MergedLinearSpec, activation_name
+from tfbackend.layerspecs import ROWWISE, ActMulSpec, MergedLinearSpec
 from tfbackend.source.edits import Edit
 from tfbackend.source.forward import SourceError
 

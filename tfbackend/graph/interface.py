@@ -1,4 +1,5 @@
-"""Calls that a Transformers model makes and we answer: its attention interface, and its rotary embeddings on meta."""
+"""Calls that a Transformers model makes and we answer: its attention and experts interfaces, and its rotary embeddings
+on meta."""
 
 from __future__ import annotations
 
@@ -43,6 +44,22 @@ def attention_interface(
         value.transpose(1, 2).reshape(tokens, -1),
     )
     return output.view(1, tokens, heads, -1), None
+
+
+def experts_interface(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
+    """What Transformers' experts call with [tokens, hidden] and the ids and weights [tokens, top_k] of their router.
+
+    Answers with the layer that `apply` or a proof put on the module, else as Transformers would, else, on meta, with a
+    tensor of the right shape.
+    """
+    routed: Any = module._modules.get("routed")
+    if routed is not None:
+        output: torch.Tensor = routed(hidden_states, *args, *keywords.values())
+        return output
+    if hidden_states.is_meta:
+        return torch.empty_like(hidden_states)
+    output = inspect.unwrap(type(module).forward)(module, hidden_states, *args, **keywords)
+    return output
 
 
 @contextmanager

@@ -19,8 +19,10 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from tfbackend.expertspec import ExpertsSpec
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
+from tfbackend.layers.experts import experts
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
 from tfbackend.layers.rotary import Rotary
 from tfbackend.layers.sinks import own_sinks
@@ -160,6 +162,10 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
     return made
 
 
+def _experts(spec: ExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return experts(spec, prefix, context)
+
+
 _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     LinearSpec: _linear,
     MergedLinearSpec: _merged,
@@ -169,6 +175,7 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     ActMulSpec: _act_mul,
     EmbeddingSpec: _embedding,
     AttentionSpec: _attention,
+    ExpertsSpec: _experts,
 }
 
 

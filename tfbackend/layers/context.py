@@ -17,6 +17,8 @@ class BuildContext:
     device: where parameters are made.
     quant_config, cache_config: vLLM's, handed to its layers as they are.
     tp_size: ranks that share a layer.
+    eplb: whether experts move between ranks while the engine runs.
+    redundant_experts: copies of experts beyond one of each, over all ranks.
     rotary_tables: what the rotary layers of the model share.
     """
 
@@ -25,4 +27,6 @@ class BuildContext:
     quant_config: Any
     cache_config: Any
     tp_size: int
+    eplb: bool = False
+    redundant_experts: int = 0
     rotary_tables: RotaryTables = field(default_factory=RotaryTables)

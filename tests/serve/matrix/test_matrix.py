@@ -12,12 +12,15 @@ SUBSET = {
     "cwm": "llama3 rotary embedding with windows on some layers",
     "electra": "an encoder used as a decoder, with a narrower embedding and a head that has a norm before it",
     "gemma4_text": "layers that share keys and values, head sizes by layer, an embedding for each layer",
+    "gpt_oss": "experts with biases, transposed and interleaved, and sinks",
     "granite_swa": "sinks and windows on some layers, a rotary base for each layer",
     "hyperclovax": "norms after attention and feed-forward, every multiplier",
+    "minimax_m2": "a router that vLLM's kernels refuse on a CPU",
     "ministral3": "queries scaled by their position beyond the original maximum",
     "modernbert-decoder": "a head that is called decoder, with a dense layer and a norm before it",
     "nanochat": "norms without weights, logits with a soft cap",
     "olmo": "layer norms without weights",
+    "qwen2_moe": "shared experts beside those that are chosen, a window that vLLM takes away",
     "phi4_multimodal": "a text model inside a multimodal class",
 }
 

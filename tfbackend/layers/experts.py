@@ -1,0 +1,179 @@
+"""Routed experts: vLLM's runner where it has a kernel, plain torch where it has none. The router is the model's own.
+
+vLLM's runner is made for router logits. Here it is given what the router decided, ids beside weights in one float32
+tensor [tokens, 2 * top_k], and a routing function that takes them apart again: nothing is kept between calls, so the
+layer traces, compiles and runs in a graph.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from tfbackend.expertspec import ExpertsSpec
+from tfbackend.layers.context import BuildContext
+
+
+def experts(spec: ExpertsSpec, prefix: str, context: BuildContext) -> nn.Module:
+    """[tokens, hidden], ids and weights [tokens, top_k] -> [tokens, hidden]."""
+    made: nn.Module = KernelExperts(spec, prefix, context) if spec.kernel else PlainExperts(spec, context)
+    return made
+
+
+class KernelExperts(nn.Module):
+    """vLLM's experts, sharded over tensor-parallel or expert-parallel ranks as the engine says."""
+
+    def __init__(self, spec: ExpertsSpec, prefix: str, context: BuildContext) -> None:
+        super().__init__()
+        self.runner = FusedMoEFactory(
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            hidden_size=spec.hidden,
+            intermediate_size=spec.intermediate,
+            params_dtype=context.dtype,
+            renormalize=False,
+            quant_config=context.quant_config,
+            custom_routing_function=unpack_routing,
+            activation=spec.activation,
+            has_bias=spec.bias,
+            enable_eplb=context.eplb,
+            num_redundant_experts=context.redundant_experts,
+            prefix=f"{prefix}.runner",
+        )
+        routed: Any = self.runner.routed_experts
+        for name, parameter in routed.named_parameters(recurse=False):
+            parameter.weight_loader = partial(_load, spec, routed, name)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `experts`."""
+        output: torch.Tensor = self.runner(x, torch.cat((weights.float(), ids.float()), dim=-1))
+        return output
+
+
+def unpack_routing(
+    hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids [tokens, topk] of what `KernelExperts` packed. Expert numbers are exact in float32."""
+    return gating_output[:, :topk].contiguous(), gating_output[:, topk : 2 * topk].to(torch.int32)
+
+
+def _load(spec: ExpertsSpec, routed: RoutedExperts, name: str, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    """Copy this rank's part of the tensor of all experts."""
+    config: Any = routed.moe_config
+    tp_size, tp_rank = config.moe_parallel_config.tp_size, config.tp_rank
+    into, bias = name.startswith("w13"), name.endswith("bias")
+    if spec.transposed and not bias:
+        tensor = tensor.transpose(1, 2)
+    width = spec.intermediate // tp_size
+    # As load balancing numbers them at first: one of each, then the copies in turn.
+    for physical in range(config.num_experts):
+        local = routed._map_global_expert_id_to_local_expert_id(physical)
+        if local == -1:
+            continue
+        live, whole = parameter.data[local], tensor[physical % spec.num_experts]
+        if not into:
+            part = whole if bias else whole[:, tp_rank * width : (tp_rank + 1) * width]
+            # A bias of the second product is added once, whatever the number of ranks.
+            _copy(live, part if not bias or tp_rank == 0 else torch.zeros_like(part))
+        elif spec.activation == "swigluoai":
+            _copy(live, _alternating(spec, whole)[2 * tp_rank * width : 2 * (tp_rank + 1) * width])
+        else:
+            gate, up = (half[tp_rank * width : (tp_rank + 1) * width] for half in _halves(spec, whole))
+            middle = live.shape[0] // 2
+            _copy(live[:middle], gate)
+            _copy(live[middle:], up)
+
+
+def _halves(spec: ExpertsSpec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if spec.interleaved:
+        return rows[0::2], rows[1::2]
+    gate, up = rows.chunk(2)
+    return gate, up
+
+
+def _alternating(spec: ExpertsSpec, rows: torch.Tensor) -> torch.Tensor:
+    """Rows as vLLM's kernel of this activation wants them: gate0, up0, gate1, up1 ..."""
+    return rows if spec.interleaved else torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
+
+
+def _copy(live: torch.Tensor, part: torch.Tensor) -> None:
+    """Copy into the corner of a live tensor that may be padded."""
+    live[tuple(slice(size) for size in part.shape)].copy_(part)
+
+
+class PlainExperts(nn.Module):
+    """Whole experts on every rank, in torch. Parameters are as the checkpoint has them."""
+
+    def __init__(self, spec: ExpertsSpec, context: BuildContext) -> None:
+        super().__init__()
+        self.spec = spec
+        factor = 2 if spec.gated else 1
+        into = (factor * spec.intermediate, spec.hidden)
+        shapes = {"w13_weight": into, "w2_weight": (spec.hidden, spec.intermediate)}
+        if spec.transposed:
+            shapes = {name: shape[::-1] for name, shape in shapes.items()}
+        self.runner = nn.Module()
+        self.runner.routed_experts = nn.Module()
+        biases = {"w13_bias": (factor * spec.intermediate,), "w2_bias": (spec.hidden,)} if spec.bias else {}
+        for name, shape in {**shapes, **biases}.items():
+            data = torch.empty((spec.num_experts, *shape), dtype=context.dtype, device=context.device)
+            self.runner.routed_experts.register_parameter(name, nn.Parameter(data, requires_grad=False))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `experts`."""
+        own: Any = self.runner.routed_experts
+        spec = self.spec
+        tensors = [own.w13_weight, own.w2_weight, *((own.w13_bias, own.w2_bias) if spec.bias else (None, None))]
+        numbers = [spec.alpha, spec.limit]
+        switches = [spec.gated, spec.transposed, spec.interleaved]
+        output: torch.Tensor = plain_experts(x, ids, weights, *tensors, spec.activation, *numbers, *switches)
+        return output
+
+
+@torch.library.custom_op("tfbackend::plain_experts", mutates_args=())
+def plain_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    into: torch.Tensor,
+    out: torch.Tensor,
+    into_bias: torch.Tensor | None,
+    out_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float | None,
+    limit: float | None,
+    gated: bool,
+    transposed: bool,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Sum over each token's experts; [tokens, hidden] -> [tokens, hidden].
+
+    Every expert looks at every token on devices where asking which are its own would wait for the device.
+    """
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(into.shape[0]):
+        share = (weights * (ids == expert)).sum(-1, keepdim=True)
+        rows = share[:, 0].nonzero()[:, 0] if x.device.type == "cpu" else None
+        if rows is not None and not len(rows):
+            continue
+        given, share = (x, share) if rows is None else (x[rows], share[rows])
+        first, second = (into[expert].T, out[expert].T) if transposed else (into[expert], out[expert])
+        inner = F.linear(given, first, None if into_bias is None else into_bias[expert])
+        inner = ExpertsSpec.act(activation, interleaved, alpha, limit, inner, gated=gated)
+        result = F.linear(inner, second, None if out_bias is None else out_bias[expert]).float() * share
+        if rows is None:
+            total += result
+        else:
+            total.index_add_(0, rows, result)
+    return total.to(x.dtype)
+
+
+@plain_experts.register_fake
+def _(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x)
