@@ -165,6 +165,15 @@ def _dropped_logits_cap() -> None:
     CausalMixin.build_head = wrong
 
 
+def _permuted_experts() -> None:
+    """Each expert has the weights of its neighbour; the router stays."""
+
+    def change(placement: Any, tensor: Any) -> tuple[Any, Any]:
+        return placement, tensor.roll(1, dims=0) if ".experts." in placement.target else tensor
+
+    _before_placing(change)
+
+
 def _dead_engine() -> None:
     """No fault of the list: the process dies while the model is built."""
     from tfbackend.mixins.causal import CausalMixin
@@ -196,6 +205,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "wrong shard on rank 1": _wrong_shard,
     "attention soft cap dropped": _dropped_attention_cap,
     "logits soft cap dropped": _dropped_logits_cap,
+    "expert order permuted": _permuted_experts,
     "dead engine": _dead_engine,
     "not a number": _not_a_number,
 }
