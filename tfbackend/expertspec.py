@@ -81,18 +81,21 @@ class ExpertsSpec:
 
 
 class _ReferenceExperts(nn.Module):
-    """[tokens, hidden], ids and weights [tokens, top_k] -> [tokens, hidden]; one expert of one token at a time."""
+    """[tokens, hidden], ids and weights [tokens, top_k] -> [tokens, hidden]; one expert of one token at a time.
+
+    Attributes:
+        into, out: weights of the two products as the checkpoint has them, given by whoever asks for the reference.
+        into_bias, out_bias: what they add, or None.
+    """
+
+    into: torch.Tensor
+    out: torch.Tensor
 
     def __init__(self, spec: ExpertsSpec) -> None:
         super().__init__()
         self.spec = spec
-        first = (2 if spec.gated else 1) * spec.intermediate
-        into, out = (first, spec.hidden), (spec.hidden, spec.intermediate)
-        if spec.transposed:
-            into, out = into[::-1], out[::-1]
-        self.into, self.out = (torch.zeros(spec.num_experts, *shape) for shape in (into, out))
-        self.into_bias = torch.zeros(spec.num_experts, first)
-        self.out_bias = torch.zeros(spec.num_experts, spec.hidden)
+        self.into_bias: torch.Tensor | None = None
+        self.out_bias: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows = []
@@ -104,7 +107,9 @@ class _ReferenceExperts(nn.Module):
         return torch.stack(rows)
 
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        into, out = self.into[expert], self.out[expert]
-        if self.spec.transposed:
-            into, out = into.T, out.T
-        return out @ self.spec.between(into @ x + self.into_bias[expert]) + self.out_bias[expert]
+        inner = self._product(self.into, self.into_bias, x, expert)
+        return self._product(self.out, self.out_bias, self.spec.between(inner), expert)
+
+    def _product(self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, expert: int) -> torch.Tensor:
+        matrix = weight[expert].T if self.spec.transposed else weight[expert]
+        return matrix @ x if bias is None else matrix @ x + bias[expert]

@@ -28,7 +28,7 @@ from tfbackend.errors import PlanConflictError
 from tfbackend.expertspec import ExpertsSpec
 from tfbackend.fusers.base import Miss, Rewrite, Site
 from tfbackend.graph.constants import real_value
-from tfbackend.graph.interface import RUN_ERRORS, answering
+from tfbackend.graph.interface import RUN_ERRORS, answering, has_experts_interface
 from tfbackend.graph.observe import Observation
 from tfbackend.layerspecs import (
     ActMulSpec,
@@ -51,6 +51,8 @@ TOLERANCE = 2e-5
 WIDE = 1 << 20
 """Linears with more weights than this are stood in for by low-rank ones."""
 RANK = 8
+EXPERT_WIDTH = 32
+"""What wide experts are cut down to between their two products."""
 
 
 @dataclass
@@ -235,6 +237,8 @@ def materialise(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """A copy of a meta module on the CPU in float32 with random parameters, wide linears stood in for."""
     twin = copy.deepcopy(module).float()
     for child in twin.modules():
+        if has_experts_interface(child):
+            _narrow_experts(child)
         for name, linear in child.named_children():
             if type(linear) is nn.Linear and linear.in_features * linear.out_features > WIDE:
                 setattr(child, name, _LowRank(linear, generator))
@@ -248,6 +252,23 @@ def materialise(module: nn.Module, generator: torch.Generator) -> nn.Module:
                 # A checkpoint may fill it with anything, whatever it was initialised to.
                 child._buffers[name] = torch.rand(buffer.shape, generator=generator) + 0.5
     return twin.eval()
+
+
+def _narrow_experts(module: Any) -> None:
+    """Cut wide experts down between their two products, where each element has only its neighbour to do with.
+
+    Two projections of thousands of elements, hundreds of times, would cost gigabytes and prove no more.
+    """
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None or not parameter.is_meta or parameter.numel() <= WIDE:
+            continue
+        shape = list(parameter.shape)
+        into = name.startswith(("gate_up", "up"))
+        if name.endswith("_bias") and not into:
+            continue
+        axis = 1 if into != module.is_transposed or name.endswith("_bias") else 2
+        shape[axis] = min(shape[axis], (2 if into and module.has_gate else 1) * EXPERT_WIDTH)
+        module._parameters[name] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
 
 
 def _random_weight(owner: nn.Module, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

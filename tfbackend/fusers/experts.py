@@ -18,10 +18,9 @@ from torch import nn
 
 from tfbackend.expertspec import EXPERT_ACTIVATIONS, ExpertsSpec
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
-from tfbackend.graph.interface import RUN_ERRORS
+from tfbackend.graph.interface import RUN_ERRORS, has_experts_interface
 from tfbackend.serving import ServingSpec
 
-_SWITCHES = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 _KERNELS = {
     "cpu": ({"silu", "gelu", "gelu_tanh", "swigluoai"}, 32),
@@ -35,7 +34,7 @@ class ExpertsFuser:
 
     def match(self, site: Site) -> Match | Miss:
         module: Any = site.module
-        if not all(hasattr(module, switch) for switch in _SWITCHES) or not hasattr(type(module).forward, "__wrapped__"):
+        if not has_experts_interface(module):
             return Miss(self.name, site.qualname, "is not behind the experts interface", near=False)
         spec = self._read(site, module) if not site.serving.quantization else "quantized experts have no loader yet"
         if isinstance(spec, str):

@@ -46,6 +46,14 @@ def attention_interface(
     return output.view(1, tokens, heads, -1), None
 
 
+EXPERT_SWITCHES = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def has_experts_interface(module: nn.Module) -> bool:
+    """Whether the module's forward asks Transformers' experts interface what to do."""
+    return all(hasattr(module, switch) for switch in EXPERT_SWITCHES) and hasattr(type(module).forward, "__wrapped__")
+
+
 def experts_interface(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
     """What Transformers' experts call with [tokens, hidden] and the ids and weights [tokens, top_k] of their router.
 
