@@ -245,7 +245,7 @@ def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSp
                     found="; ".join(reasons),
                     remedy="Serve it with --tensor-parallel-size 1",
                 )
-        yield from uneven(plan.rewrites, serving.tp_size)
+        yield from uneven(plan.rewrites, serving.tp_size, ep=serving.ep)
 
 
 def _experts_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tfbackend.errors import UnsupportedModelError
+from tfbackend.expertspec import ExpertsSpec
 from tfbackend.fusers.base import Rewrite
 from tfbackend.layerspecs import (
     COLWISE,
@@ -18,15 +19,16 @@ from tfbackend.layerspecs import (
 )
 
 
-def uneven(rewrites: Iterable[Rewrite], tp_size: int) -> Iterator[UnsupportedModelError]:
-    """What does not divide over the ranks, with the first place of each."""
+def uneven(rewrites: Iterable[Rewrite], tp_size: int, *, ep: bool = False) -> Iterator[UnsupportedModelError]:
+    """What does not divide over the ranks, with the first place of each; with `ep` experts are shared out whole."""
     told = set[str]()
     for rewrite in rewrites:
         layers = [(rewrite.qualname, rewrite.layer)]
         layers += [(f"{rewrite.qualname}.{child}", spec) for child, spec in rewrite.children]
         for path, spec in layers:
             for what, count in _shared(spec):
-                if not _divides(what, count, tp_size) and f"{count} {what}" not in told:
+                whole = ep and what == _EXPERT_WIDTH
+                if not whole and not _divides(what, count, tp_size) and f"{count} {what}" not in told:
                     told.add(f"{count} {what}")
                     yield UnsupportedModelError(
                         f"The {what} do not divide over the tensor-parallel ranks.",
@@ -40,6 +42,8 @@ def _shared(spec: LayerSpec | None) -> Iterator[tuple[str, int]]:
     """(what, how many) of everything that the ranks share out."""
     if isinstance(spec, AttentionSpec):
         yield from (("query heads", spec.num_heads), (_KV_HEADS, spec.num_kv_heads))
+    elif isinstance(spec, ExpertsSpec) and spec.kernel:
+        yield _EXPERT_WIDTH, spec.intermediate
     elif isinstance(spec, MergedLinearSpec) and spec.style == COLWISE:
         yield from (("output features", width) for width in spec.out_features)
     elif isinstance(spec, LinearSpec) and spec.style in (COLWISE, COLWISE_GATHER):
@@ -49,6 +53,7 @@ def _shared(spec: LayerSpec | None) -> Iterator[tuple[str, int]]:
 
 
 _KV_HEADS = "KV heads"
+_EXPERT_WIDTH = "elements between an expert's two products"
 
 
 def _divides(what: str, count: int, tp_size: int) -> bool:

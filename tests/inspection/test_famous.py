@@ -96,11 +96,8 @@ def test_two_all_reduces_a_layer():
     assert all(layers.count(layer) == 2 for layer in range(32))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-235b-a22b"])
-def test_a_model_that_is_not_served_says_why_with_a_place(name):
-    found = inspected(name, tp=8)
-    if found.status < 2:
-        pytest.skip("it is served by now")
+def test_a_model_that_is_not_served_says_why_with_a_place():
+    found = inspected("deepseek-v3", tp=8)
     assert found.problems
     assert all(finding.place.startswith("modeling_") for finding in (*found.problems, *found.losses) if finding.where
                and "whole on every rank:" not in finding.what)  # fmt: skip
@@ -156,3 +153,16 @@ def test_pipeline_stages():
     if not found.served.supports("SupportsPP"):
         assert found.status == 2
         assert "pipeline" in found.problems[0].what
+
+
+@pytest.mark.parametrize("ep", [False, True])
+def test_experts_are_shared_out(ep):
+    """128 experts in each of 94 layers, three matrices of 4096 x 1536 in each: an eighth on each rank."""
+    found = inspected("qwen3-235b-a22b", tp=8, ep=ep)
+    weights = {p.name.rpartition(".")[2]: p for p in found.parameters if ".layers.0.mlp.experts." in p.name}
+    assert weights.keys() == {"w13_weight", "w2_weight"}
+    into, out = (weights[name].rank_shape for name in ("w13_weight", "w2_weight"))
+    assert (into, out) == (((16, 3072, 4096), (16, 4096, 1536)) if ep else ((128, 384, 4096), (128, 4096, 192)))
+    experts = sum(p.rank_bytes for p in found.parameters if ".mlp.experts." in p.name)
+    assert experts == 94 * 128 * 3 * 4096 * 1536 * 2 // 8
+    assert [c.layer for c in found.collectives if c.kind == "all-reduce"].count(5) == 2

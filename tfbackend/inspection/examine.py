@@ -129,7 +129,7 @@ def inspect_model(request: Request, progress: Progress = lambda step: None) -> I
     plan, refusals = draft_plan(built, serving, Prover(request.proofs, request.budget))
     progress(STEPS[3])
     served = served_class(target.config, plan.architecture)
-    parameters = layout.parameters(built, plan, serving.tp_size, serving.dtype)
+    parameters = layout.parameters(built, plan, serving.tp_size, serving.dtype, ep=serving.ep)
     good = layout.ranks_that_divide(built, plan, serving.dtype)
     tree = build_tree(built, plan, parameters)
     measured = _measure(request, target, serving, plan, parameters)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tfbackend.expertspec import ExpertsSpec
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -44,7 +45,7 @@ class ServedParameter:
         shape: over all ranks, as the checkpoint has it.
         rank_shape: on each rank, padding included.
         dtype: what it is kept in.
-        how: "columns", "rows", "heads", "vocabulary" or "whole".
+        how: "columns", "rows", "heads", "experts", "vocabulary" or "whole".
         dim: the dimension that is shared out, None for none.
         replicas: ranks that hold the same KV head.
         layer: number of its decoder layer, None outside of them.
@@ -85,14 +86,15 @@ class Collective:
     layer: int | None
 
 
-def parameters(meta: MetaModel, plan: Plan, tp: int, dtype: torch.dtype) -> list[ServedParameter]:
+def parameters(meta: MetaModel, plan: Plan, tp: int, dtype: torch.dtype, *, ep: bool = False) -> list[ServedParameter]:
     """Every parameter that the plan leads to, in the order of the model, the head last.
 
     Args:
         tp: tensor-parallel ranks.
         dtype: dtype of weights.
+        ep: whether the ranks share out experts and not their insides.
     """
-    found = [p for path, spec in _specs(plan) for p in _of_spec(join(BASE, path), spec, tp, dtype)]
+    found = [p for path, spec in _specs(plan) for p in _of_spec(join(BASE, path), spec, tp, dtype, ep)]
     found += _kept(meta, plan, dtype)
     order = {name: index for index, (name, _) in enumerate(meta.base.named_modules())}
     found.sort(key=lambda p: order.get(_owner(p.name, order), len(order)))
@@ -116,7 +118,9 @@ def _owner(name: str, order: dict[str, int]) -> str:
     return path
 
 
-def _of_spec(path: str, spec: Any, tp: int, dtype: torch.dtype) -> list[ServedParameter]:
+def _of_spec(path: str, spec: Any, tp: int, dtype: torch.dtype, ep: bool = False) -> list[ServedParameter]:
+    if isinstance(spec, ExpertsSpec):
+        return list(_experts(path, spec, tp, dtype, ep))
     if isinstance(spec, LinearSpec):
         return _linear(path, spec, tp, dtype)
     if isinstance(spec, MergedLinearSpec):
@@ -177,6 +181,32 @@ def _qkv(path: str, spec: QKVSpec, tp: int, dtype: torch.dtype) -> list[ServedPa
     ]
 
 
+def _experts(path: str, spec: ExpertsSpec, tp: int, dtype: torch.dtype, ep: bool) -> Iterator[ServedParameter]:
+    """Stacked [experts, out, in], or [experts, in, out] where the checkpoint has them so."""
+    factor = 2 if spec.gated else 1
+    own = ServedParameter(f"{path}.runner.routed_experts.", (), (), dtype, linear=True)
+    ranks = tp if spec.kernel else 1
+    for name, into in (("w13", True), ("w2", False)):
+        problem = "" if ep else _uneven("elements between an expert's products", spec.intermediate, ranks)
+        shape = [factor * spec.intermediate, spec.hidden] if into else [spec.hidden, spec.intermediate]
+        dim = 1 if into != spec.transposed else 2
+        shape = [spec.num_experts, *(reversed(shape) if spec.transposed else shape)]
+        dim = 0 if ep else dim
+        part = [*shape]
+        part[dim] = _share(part[dim], ranks)
+        how = "whole" if not spec.kernel else "experts" if ep else "columns" if into else "rows"
+        weight = replace(
+            own, name=f"{own.name}{name}_weight", shape=tuple(shape), rank_shape=tuple(part), problem=problem
+        )
+        yield weight if how == "whole" else replace(weight, how=how, dim=dim)
+        if spec.bias:
+            width = factor * spec.intermediate if into else spec.hidden
+            experts = _share(spec.num_experts, ranks) if ep else spec.num_experts
+            narrow = _share(width, ranks) if into and not ep else width
+            bias = replace(own, name=f"{own.name}{name}_bias", shape=(spec.num_experts, width), linear=False)
+            yield replace(bias, rank_shape=(experts, narrow))
+
+
 def _vocabulary(name: str, rows: int, width: int, tp: int, dtype: torch.dtype) -> ServedParameter:
     padded = math.ceil(rows / VOCABULARY_PADDING) * VOCABULARY_PADDING
     problem = f"a vocabulary of {padded:,} (padded) rows does not divide over {tp} ranks" if padded % tp else ""
@@ -203,7 +233,7 @@ def _kept(meta: MetaModel, plan: Plan, dtype: torch.dtype) -> list[ServedParamet
     wide += tuple(getattr(meta.base, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ()
     kept = []
     for name, parameter in meta.base.named_parameters():
-        if not name.startswith(gone):
+        if not f"{name}.".startswith(gone):
             own = torch.float32 if any(part in name for part in wide) else parameter.dtype
             shape = tuple(parameter.shape)
             kept.append(ServedParameter(join(BASE, name), shape, shape, own))
@@ -255,7 +285,7 @@ def collectives(plan: Plan) -> list[Collective]:
         kind = ""
         if isinstance(spec, LinearSpec):
             kind = _EXCHANGES.get(spec.style, "")
-        elif isinstance(spec, EmbeddingSpec):
+        elif isinstance(spec, EmbeddingSpec) or (isinstance(spec, ExpertsSpec) and spec.kernel):
             kind = "all-reduce"
         if kind:
             name = join(BASE, path)
