@@ -6,7 +6,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 CHECKPOINT := .cache/smollm2-135m-instruct
 
-.PHONY: setup checkpoint demo test check bench matrix
+.PHONY: setup checkpoint demo test check bench matrix properties
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -30,3 +30,7 @@ bench: checkpoint
 # Every architecture of Transformers on a tiny checkpoint, ours beside vLLM's own backend; ARGS="--only failed" and the like.
 matrix: setup
 	$(PY) -m tests.serve.matrix --workers 2 $(ARGS); status=$$?; $(PY) -m tests.serve.matrix.coverage && exit $$status
+
+# Two hundred random configs, served and compared with Transformers; ARGS="-k llama" and the like.
+properties: setup
+	TFBACKEND_EXAMPLES=67 $(PY) -m pytest tests/serve/test_properties.py $(ARGS)

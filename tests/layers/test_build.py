@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.layers.variants import INVISIBLE, TABLE, close, context, inputs, live, others, ready, reference
+from tfbackend.expertspec import ExpertsSpec
 from tfbackend.layers.build import _BUILDERS, build_layer, local_sizes
 from tfbackend.layerspecs import (
     ActMulSpec,
@@ -23,8 +24,8 @@ OTHERS = [(spec, name, other) for spec, fields in TABLE for name, other in other
 VISIBLE = [case for case in OTHERS if (type(case[0]), case[1]) not in INVISIBLE]
 SPECS = list(dict.fromkeys([spec for spec, _ in TABLE] + [other for _, _, other in OTHERS]))
 
-# Rotary layers have a file of their own; attention runs in an engine, see tests/serve.
-ELSEWHERE = {RotarySpec, AttentionSpec}
+# Rotary layers and experts have files of their own; attention runs in an engine, see tests/serve.
+ELSEWHERE = {RotarySpec, AttentionSpec, ExpertsSpec}
 
 
 def test_every_builder_and_every_field_is_in_the_table():

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers import layernorm
 
+_VECTOR = 16
+"""The CPU kernels take rows of whole vectors; this many elements are whole ones for every dtype."""
+
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -19,6 +22,7 @@ class RMSNorm(layernorm.RMSNorm):
         self, hidden_size: int, eps: float = 1e-6, *, has_weight: bool = True, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(hidden_size, eps, has_weight=has_weight, dtype=dtype)
+        self._whole_vectors = hidden_size % _VECTOR == 0
         self.register_buffer("unit", torch.ones(hidden_size, dtype=self.weight.dtype), persistent=False)
 
     def forward_cpu(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
@@ -27,7 +31,8 @@ class RMSNorm(layernorm.RMSNorm):
         The kernel is given a weight of ones and the weight is multiplied on after it: that rounds where Transformers
         rounds, and small models are known to change their answer in bfloat16 if it does not.
         """
-        if residual is not None or self.unit.dtype != x.dtype or torch.compiler.is_compiling():
+        usual = residual is None and self.unit.dtype == x.dtype and self._whole_vectors
+        if not usual or torch.compiler.is_compiling():
             normed: Normed = self.forward_native(x, residual)
             return normed
         normed = _kernel(x, self.unit, self.variance_epsilon)
