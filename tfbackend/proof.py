@@ -259,9 +259,10 @@ def _narrow_experts(module: Any) -> None:
 
     Two projections of thousands of elements, hundreds of times, would cost gigabytes and prove no more.
     """
-    for name, parameter in list(module._parameters.items()):
-        if parameter is None or not parameter.is_meta or parameter.numel() <= WIDE:
-            continue
+    stacked = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+    if sum(parameter.numel() for parameter in stacked.values()) <= WIDE:
+        return
+    for name, parameter in stacked.items():
         shape = list(parameter.shape)
         into = name.startswith(("gate_up", "up"))
         if name.endswith("_bias") and not into:

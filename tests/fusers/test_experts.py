@@ -183,3 +183,11 @@ def test_a_model_whose_experts_stay_is_refused_where_they_cannot_run(serving, mo
     meta = tiny(MixtralConfig)
     assert not [r for r in draft_plan(meta, ServingSpec())[1] if "experts" in str(r)]
     assert [r for r in draft_plan(meta, ServingSpec(**serving))[1] if "experts of a layer" in str(r)]
+
+
+@pytest.mark.parametrize("count", [4, 90, 128, 256])
+@pytest.mark.parametrize("cls", [MixtralConfig, GptOssConfig])
+def test_experts_of_every_size_are_proven(cls, count):
+    """Large ones on a narrow stand-in, which must stay one whole."""
+    found = specs(tiny(cls, head_dim=16, num_local_experts=count))
+    assert {(spec.num_experts, spec.intermediate) for spec in found} == {(count, 96)}
