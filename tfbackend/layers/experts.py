@@ -52,6 +52,10 @@ class KernelExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `experts`."""
+        if x.device.type == "cpu" and (local := self.runner.expert_map) is not None:
+            # vLLM's CPU kernel takes the ids of all experts for places among those of this rank, and reads past them.
+            ids = local.to(ids.device)[ids.long()]
+            weights, ids = weights * (ids >= 0), ids.clamp(min=0)
         output: torch.Tensor = self.runner(x, torch.cat((weights.float(), ids.float()), dim=-1))
         return output
 
