@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.serve import probes
-from tests.serve.engine import ENGINE_TIMEOUT, MAX_TOKENS, Harness, Request
+from tests.serve.engine import Harness, Request
 from tests.serve.judge import SAME_COMPUTATION, judge
 from tests.serve.matrix.attempt import expect
 from tests.serve.tiny import make_prompts

@@ -24,6 +24,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="default: ours, then vLLM's own")
     parser.add_argument("--workers", type=int, default=1, help="engines at a time")
     parser.add_argument("--timeout", type=float, default=ENGINE_TIMEOUT, help="seconds for one engine")
+    parser.add_argument("--compiled", action="store_true", help="ours with torch.compile; printed and not kept")
     parser.add_argument("--show", action="store_true", help="run nothing, print the table")
     return parser.parse_args(argv)
 
@@ -60,6 +61,10 @@ def _work(todo: Iterator[str], lock: threading.Lock, options: argparse.Namespace
 
 def _run_one(harness: Harness, name: str, options: argparse.Namespace, store: Store) -> None:
     expected = expect(harness, name)
+    if options.compiled and not isinstance(expected, str):
+        result = attempt(harness, name, expected, "ours", options.timeout, compiled=True)
+        print(f"{name:26} compiled     ours    {result.verdict:8} {result.reason[:240]}", flush=True)
+        return
     for backend in options.backend or BACKENDS:
         if isinstance(expected, str):
             result, kind, class_name = Result("unmade", expected), "", ""

@@ -52,10 +52,13 @@ def expect(harness: Harness, name: str) -> Expected | str:
         return _one_line(str(error).splitlines()[0])
 
 
-def attempt(harness: Harness, name: str, expected: Expected, backend: str, timeout: float) -> Result:
+def attempt(
+    harness: Harness, name: str, expected: Expected, backend: str, timeout: float, *, compiled: bool = False
+) -> Result:
     """Start an engine on the checkpoint of the architecture and judge what it says."""
     prompts = tuple(map(tuple, make_prompts()))
-    request = Request(harness.checkpoint(name), (prompts,), inspect=look, timeout=timeout)
+    args = {"enforce_eager": not compiled}
+    request = Request(harness.checkpoint(name), (prompts,), engine_args=args, inspect=look, timeout=timeout)
     outcome = harness.serve(request, env=ENV[backend])
     if not outcome.ok:
         return failure(outcome, backend)
