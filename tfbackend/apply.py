@@ -14,6 +14,7 @@ from tfbackend.layers.build import build_layer, local_sizes
 from tfbackend.layers.context import BuildContext
 from tfbackend.layerspecs import FixedRopeSpec, LayerSpec
 from tfbackend.plan import Plan
+from tfbackend.source.buffers import buffers_as_locals
 from tfbackend.source.forward import SourceError, forward_source, generate_class
 
 
@@ -71,7 +72,7 @@ def _bare_forwards(base: PreTrainedModel, directory: Path) -> None:
     """Strip the decorators from the forwards of whole models.
 
     They fill in defaults that the engine passes anyway and record outputs that it does not ask for; being closures,
-    they keep a compiled model from being saved.
+    they keep a compiled model from being saved. A buffer that the forward assigns becomes a local name on the way.
     """
     for module in base.modules():
         if not isinstance(module, PreTrainedModel) or not hasattr(type(module).forward, "__wrapped__"):
@@ -80,7 +81,7 @@ def _bare_forwards(base: PreTrainedModel, directory: Path) -> None:
             source = forward_source(type(module))
         except SourceError:
             continue
-        module.__class__ = generate_class(type(module), source.text, directory)
+        module.__class__ = generate_class(type(module), buffers_as_locals(source, module._buffers.keys()), directory)
 
 
 def materialise(base: nn.Module, context: BuildContext) -> None:
