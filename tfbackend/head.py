@@ -124,7 +124,13 @@ def _trace_head(meta: MetaModel, observation: Observation) -> Trace:
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         kwargs = {k: v for k, v in kwargs.items() if k in parameters}
     ran = {".".join(p for p in (meta.base_path, path) if p): output for path, output in observation.outputs.items()}
-    return trace(meta.model, (), kwargs, known=ran)
+    return trace(meta.model, (), kwargs, known=ran, opened=_around(meta.head_path or ""))
+
+
+def _around(path: str) -> set[str]:
+    """Paths of the modules that the head's linear lies in: "cls.predictions.decoder" is in cls and cls.predictions."""
+    parts = path.split(".")
+    return {".".join(parts[:depth]) for depth in range(1, len(parts))}
 
 
 def _logits(output: Any) -> fx.Node | None:

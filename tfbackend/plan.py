@@ -18,6 +18,7 @@ from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
+from tfbackend.graph.numbering import numbers_by_tokens
 from tfbackend.graph.observe import Observation, observe
 from tfbackend.head import HeadPlan, plan_head
 from tfbackend.layerspecs import COLWISE, COLWISE_GATHER, REPLICATED, ROWWISE, ROWWISE_SPLIT, AttentionSpec, QKVSpec
@@ -163,6 +164,8 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
     refusals += map(_mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
         refusals.append(_positions_refusal(observation.counting[0]))
+    if table := numbers_by_tokens(base, planner.vocabulary):
+        refusals.append(_padding_refusal(table))
     return replace(plan, forwards=_forwards(plan, planner.sites)), tuple(refusals)
 
 
@@ -205,6 +208,16 @@ def _positions_refusal(path: str) -> UnsupportedModelError:
         where=path,
         found="query, key or value computed from a count of the tokens of a call",
         needed="position_ids: a call holds tokens of many requests, from anywhere in them",
+        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+    )
+
+
+def _padding_refusal(path: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The model numbers its tokens without those that are padding, which an engine does not look for.",
+        where=path,
+        found="positions computed from the token ids where none are given",
+        needed="positions that do not depend on which tokens there are",
         remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -58,13 +58,18 @@ def attention_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def trace(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: Mapping[str, Any] | None = None
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    known: Mapping[str, Any] | None = None,
+    opened: Collection[str] = (),
 ) -> Trace:
     """Record `module`'s forward over the given meta arguments. Never raises for what the module does: it ends early.
 
-    A child whose path is in `known` does not run; the output given there is what its call returns.
+    A child whose path is in `known` does not run; the output given there is what its call returns. One whose path is in
+    `opened` is no leaf: its operations are recorded in its place.
     """
-    recorder = _Recorder(module, outputs=known or {})
+    recorder = _Recorder(module, outputs=known or {}, opened=frozenset(opened))
     forward = inspect.unwrap(type(module).forward)
     complete, ended, output = False, "", None
     with torch.no_grad(), buffers_on_meta(module), recorder.listening(forward.__code__):
@@ -94,6 +99,7 @@ def _place_of(error: BaseException, code: CodeType) -> str:
 class _Recorder:
     module: nn.Module
     outputs: Mapping[str, Any] = field(default_factory=dict)
+    opened: frozenset[str] = frozenset()
     graph: fx.Graph = field(default_factory=fx.Graph)
     attention: list[fx.Node] = field(default_factory=list)
     mutations: list[fx.Node] = field(default_factory=list)
@@ -239,7 +245,7 @@ def _patched_calls(recorder: _Recorder) -> Iterator[None]:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = recorder.paths.get(id(module))
-        if not recorder.active or path is None:
+        if not recorder.active or path is None or path in recorder.opened:
             return call_on_meta(original, module, args, kwargs)
         recorder.active = False
         try:

@@ -234,7 +234,17 @@ def _ties(model: nn.Module, plan: PlanLike, states: Mapping[str, torch.Tensor]) 
         ties.pop(head, None)
         if plan.tied:
             ties[head] = join(plan.embedding_path, "weight")
+        ties = _into_head(ties, join(plan.head_path, "bias"))
     return {tied: source for tied, source in ties.items() if tied in states and source in states}
+
+
+def _into_head(ties: dict[str, str], bias: str) -> dict[str, str]:
+    """Some classes keep the head's bias beside the linear and tie the two; it is the linear's that is served."""
+    source = ties.get(bias)
+    if source is None:
+        return ties
+    others = {tied: bias if shared == source else shared for tied, shared in ties.items() if tied != bias}
+    return {**others, source: bias}
 
 
 def _targets(outcome: Placement | Gathered) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from tests.serve.engine import ENGINE_TIMEOUT, Harness
 from tests.serve.matrix.attempt import attempt, expect
 
 SUBSET = {
+    "bert": "a head inside a module of its own, its bias beside the linear",
     "bitnet": "norms inside attention and feed-forward",
     "cohere_compass_text": "layers without positions between layers with them",
     "ctrl": "sinusoidal positions computed by the model",
