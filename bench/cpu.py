@@ -36,18 +36,9 @@ LEAST = 0.97
 class Contestant:
     """An engine process and the tokens per second of its rounds, by batch size."""
 
-    def __init__(self, name: str, model: Path, eager: bool, log: Path) -> None:
+    def __init__(self, name: str, settings: dict[str, Any], log: Path) -> None:
         extra, env = CONTESTANTS[name]
-        settings = {
-            "model": str(model),
-            "dtype": "bfloat16",
-            "max_model_len": 512,
-            "max_num_seqs": 8,
-            "enforce_eager": eager,
-            "enable_prefix_caching": False,
-            "disable_log_stats": True,
-            **extra,
-        }
+        settings = {"dtype": "bfloat16", "enable_prefix_caching": False, "disable_log_stats": True, **settings, **extra}
         base = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         self.name, self.speeds, self.log = name, dict[int, list[float]](), log
         self.process = subprocess.Popen(
@@ -86,28 +77,35 @@ class Contestant:
         self.process.wait(timeout=60)
 
 
+ROUNDS = ((1, 64), (8, 48))
+"""Batch size, and tokens that each prompt is given."""
+
 Speeds = dict[str, dict[int, list[float]]]
 
 
-def measure(names: list[str], model: Path, eager: bool, rounds: int) -> Speeds:
+def measure(
+    names: list[str], settings: dict[str, Any], rounds: int, sizes: tuple[tuple[int, int], ...] = ROUNDS
+) -> Speeds:
     """Tokens per second by contestant and batch size, over one launch for each order of starting."""
     speeds: Speeds = {name: {} for name in names}
     for first in range(len(names)):
-        for contestant in launch(names[first:] + names[:first], model, eager, rounds):
+        for contestant in launch(names[first:] + names[:first], settings, rounds, sizes):
             for batch, found in contestant.speeds.items():
                 speeds[contestant.name].setdefault(batch, []).extend(found)
     return speeds
 
 
-def launch(names: list[str], model: Path, eager: bool, rounds: int) -> list[Contestant]:
+def launch(
+    names: list[str], settings: dict[str, Any], rounds: int, sizes: tuple[tuple[int, int], ...] = ROUNDS
+) -> list[Contestant]:
     """Start the contestants one after the other, then let them take turns, in changing order."""
     with tempfile.TemporaryDirectory() as logs:
         contestants = []
         for name in names:
-            contestants.append(Contestant(name, model, eager, Path(logs) / name))
+            contestants.append(Contestant(name, settings, Path(logs) / name))
             started = contestants[-1].answer()
             print(f"{name}: started in {started['start_s']:.1f} s", file=sys.stderr, flush=True)
-        for batch, tokens in ((1, 64), (8, 48)):
+        for batch, tokens in sizes:
             for number in range(rounds + 1):
                 for contestant in contestants[number % len(names) :] + contestants[: number % len(names)]:
                     contestant.turn(number, batch, tokens)
@@ -131,7 +129,13 @@ def main() -> int:
         table.add_column(f"{options.contestants[0]} / {name}")
     kept_up = True
     for mode in options.modes:
-        speeds = measure(options.contestants, options.model, mode == "eager", options.rounds)
+        settings = {
+            "model": str(options.model),
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "enforce_eager": mode == "eager",
+        }
+        speeds = measure(options.contestants, settings, options.rounds)
         for batch in speeds[options.contestants[0]]:
             medians = [statistics.median(speeds[name][batch]) for name in options.contestants]
             ratios = [medians[0] / other for other in medians[1:]]

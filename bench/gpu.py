@@ -2,8 +2,12 @@
 
     python -m bench.gpu MODELS_DIR RESULTS.jsonl [--runs llama-3.1-8b:eager llama-3.1-8b:compiled ...] [--limit SECONDS]
 
+    python -m bench.gpu MODELS_DIR RESULTS.jsonl --side-by-side llama-3.1-8b:eager
+
 MODELS_DIR holds folders with a config.json of real sizes. Each engine runs in a process of its own, contestants next to
 each other in time; what a run gave is appended to RESULTS.jsonl at once, so that a run cut short leaves what it had.
+Side by side, three engines live on the GPU at once and take turns: for speeds that hang on the CPU of a machine that
+others use, as eager decoding does.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -20,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu import CONTESTANTS, ROOT
+from bench.cpu import CONTESTANTS, ROOT, launch
 
 DECODE, PREFILL = 128, 4096
 
@@ -105,6 +110,26 @@ def run(model: Path, mode: str, name: str, log: Path, limit: float) -> dict[str,
     return json.loads(lines[-1]) if lines else {"error": "\n".join(log.read_text().splitlines()[-8:])}
 
 
+def side_by_side(item: str, models: Path, results: Path) -> None:
+    """Decode at batch 1 and 64 in turns, three engines at once."""
+    model, mode = item.rsplit(":", 1)
+    settings = {
+        "model": str(models / model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "enforce_eager": mode == "eager",
+        "gpu_memory_utilization": 0.27,
+    }
+    for contestant in launch(list(CONTESTANTS), settings, 5, ((1, 64), (64, 48))):
+        speeds = {f"b{batch}": statistics.median(found) for batch, found in contestant.speeds.items()}
+        result = {"model": model, "mode": f"{mode}, in turns", "contestant": contestant.name, **speeds}
+        with results.open("a") as file:
+            file.write(json.dumps(result | {"all": contestant.speeds}) + "\n")
+        print(json.dumps(result), flush=True)
+
+
 def table(results: list[dict[str, Any]]) -> Table:
     """All results so far, one row an engine."""
     columns = ("b1", "b64", "prefill", "kernels", "busy_us", "import_s", "start_s")
@@ -125,7 +150,12 @@ def main() -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--runs", nargs="+", default=["llama-3.1-8b:eager", "llama-3.1-8b:compiled"])
     parser.add_argument("--limit", type=float, default=540)
+    parser.add_argument("--side-by-side", nargs="+", default=[])
     options = parser.parse_args()
+    for item in options.side_by_side:
+        side_by_side(item, options.models, options.results)
+    if options.side_by_side:
+        return 0
     deadline, results = time.monotonic() + options.limit, []
     for item in options.runs:
         model, mode = item.rsplit(":", 1)
