@@ -17,6 +17,7 @@ from torch import nn
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
+from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import numbers_by_tokens
 from tfbackend.graph.observe import Observation, observe
@@ -351,7 +352,7 @@ def tensor_parallel_styles(meta: MetaModel) -> dict[str, str]:
     styles: dict[str, str] = {}
     patterns = [(_glob(pattern), _STYLES.get(style, REPLICATED)) for pattern, style in raw.items() if style]
     for path, module in meta.base.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or linear_shape(module) is not None:
             for pattern, style in patterns:
                 if pattern.fullmatch(path) or pattern.fullmatch(f"{meta.base_path}.{path}"):
                     styles[path] = style

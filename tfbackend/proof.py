@@ -144,11 +144,12 @@ def _is_proof(key: str) -> bool:
 
 
 def _needs_no_proof(rewrite: Rewrite) -> bool:
-    """A linear for a linear, frequencies that are only held still, and an attention layer behind an unchanged call,
-    have no two sides to compare."""
+    """A linear for a linear, frequencies that are only held still, an attention layer behind an unchanged call and
+    what only says how ranks share a linear have no two sides to compare."""
     if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec)):
-        return True
-    return rewrite.fuser == "attention"
+        return not rewrite.weights
+    only_says = not (rewrite.layer or rewrite.children or rewrite.edits or rewrite.attributes)
+    return rewrite.fuser == "attention" or only_says
 
 
 def prove(site: Site, group: Sequence[Rewrite]) -> str:
@@ -328,7 +329,9 @@ class _Reference:
     def run(self, original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole = [r.layer for r in self.group if r.layer is not None]
         if whole:
-            assert isinstance(whole[0], (NormSpec, EmbeddingSpec))
+            assert isinstance(whole[0], (NormSpec, EmbeddingSpec, LinearSpec))
+            if any(entry.transposed for rewrite in self.group for entry in rewrite.weights):
+                return _Turned(original)(*args, **kwargs)
             return _copy_state(whole[0].reference(), original)(*args, **kwargs)
         twin = copy.copy(original)
         own = {"_modules": dict(original._modules), "_parameters": dict(original._parameters)}
@@ -365,7 +368,7 @@ def _copy_state(reference: nn.Module, original: nn.Module) -> nn.Module:
 def _reference_child(name: str, spec: LayerSpec, rewrite: Rewrite, original: nn.Module) -> nn.Module:
     if isinstance(spec, (QKVSpec, MergedLinearSpec)):
         parts = sorted((e for e in rewrite.weights if e.target == name), key=lambda entry: _place(entry.shard))
-        return _SideBySide([original.get_submodule(e.source) for e in parts], spec)
+        return _SideBySide([_part(original.get_submodule(e.source), e.transposed) for e in parts], spec)
     if isinstance(spec, ExpertsSpec):
         return _reference_experts(spec, original)
     assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec, RotarySpec))
@@ -386,6 +389,21 @@ def _reference_experts(spec: ExpertsSpec, original: nn.Module) -> nn.Module:
 def _place(shard: str | int | None) -> int:
     """Where the layers of vLLM put a shard."""
     return "qkv".index(shard) if isinstance(shard, str) else shard or 0
+
+
+def _part(source: nn.Module, transposed: bool) -> nn.Module:
+    return _Turned(source) if transposed else source
+
+
+class _Turned(nn.Module):
+    """A linear whose module keeps its weight [in, out], as its weight entry has it loaded: [out, in]."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.bias = source.weight, getattr(source, "bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.t(), self.bias)  # type: ignore[operator]
 
 
 class _SideBySide(nn.Module):
