@@ -70,8 +70,6 @@ class AttentionFuser:
             return f"query {tuple(call.query)} and key {tuple(call.key)} are not of the same tokens"
         if call.query[2] != TOKENS:
             return f"it attends over an axis of {call.query[2]} and not over the {TOKENS} tokens of the observed run"
-        if call.value[3] != call.query[3]:
-            return f"value heads are {call.value[3]} wide and query heads {call.query[3]}"
         if call.query[1] % call.key[1]:
             return f"{call.query[1]} query heads do not divide into {call.key[1]} KV heads"
         for key, value in call.keywords.items():

@@ -81,6 +81,8 @@ def _load_one(
     if not ledger.claim(placement):
         return
     tensor = tensor.t() if turned else tensor
+    if placement.cleared:
+        tensor = tensor.index_fill(0, torch.tensor(placement.cleared, device=tensor.device), 0)
     loader: Any = getattr(target, "weight_loader", default_weight_loader)
     assert loader is not default_weight_loader or not target.is_meta, f"{placement.target} was left on meta"
     if placement.shard is None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from tfbackend.errors import PlanConflictError
 from tfbackend.fusers.base import Rewrite
+from tfbackend.weights.clearing import cleared_rows
 from tfbackend.weights.conversion import Conversions
 from tfbackend.weights.drops import DropRules, drop
 from tfbackend.weights.gathering import Gathering
@@ -75,6 +76,7 @@ class WeightMap:
         self._quantized = quantized
         self._places = _Places(plan)
         self._ties = _ties(model, plan, self._states)
+        self._cleared = {join(plan.embedding_path, "weight"): cleared_rows(model, plan.embedding_path)}
         self._names = {self._places.of(n): n for n in reversed(self._states) if n not in self._ties}
 
     @property
@@ -174,7 +176,8 @@ class WeightMap:
         own = canonical if source is None else source
         target, shard = self._places.of(own)
         transposed = canonical in self._states and self._places.transposed(own)
-        return Placement(target, shard, name, canonical, source, transposed=transposed)
+        cleared = self._cleared.get(own, ())
+        return Placement(target, shard, name, canonical, source, transposed=transposed, cleared=cleared)
 
     def _gathered(self, name: str, spelling: str) -> Gathered | None:
         met = self._conversions.find(spelling)

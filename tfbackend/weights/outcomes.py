@@ -27,6 +27,7 @@ class Placement:
         unties: the checkpoint has a tensor of its own for a tied parameter, and it differs: the tie has to go.
         transposed: the checkpoint has the weight [in, out], the place takes it [out, in]. Only of the weight itself:
             what quantizers write beside or in place of it is [out, in] already.
+        cleared: rows that Transformers sets to zero once they are loaded.
     """
 
     target: str
@@ -37,6 +38,7 @@ class Placement:
     sources: tuple[str, ...] = ()
     unties: bool = False
     transposed: bool = False
+    cleared: tuple[int, ...] = ()
 
     @property
     def origins(self) -> tuple[str, ...]:
