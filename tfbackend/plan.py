@@ -256,7 +256,7 @@ def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSp
                 yield UnsupportedModelError(
                     "The heads of a layer cannot be shared out to tensor-parallel ranks.",
                     where=path,
-                    found="; ".join(reasons),
+                    found="; ".join(reasons) or "no projection of query, key and value was recognised",
                     remedy="Serve it with --tensor-parallel-size 1",
                 )
         yield from uneven(plan.rewrites, serving.tp_size, ep=serving.ep)

@@ -36,3 +36,12 @@ def parameter_count(model: Any) -> int:
 def model_class(model: Any) -> str:
     """The full name of the class that serves."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def attention_layers(model: Any) -> dict[str, list[str]]:
+    """Path of a module with several attention layers -> their names, under which the engine keeps their caches."""
+    found: dict[str, list[str]] = {}
+    for path, module in model.model.named_modules():
+        for name in getattr(module, "attention_layers", ()):
+            found.setdefault(path, []).append(getattr(module, name).layer_name)
+    return found

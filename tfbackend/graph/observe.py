@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from tfbackend.graph.counted import CountedTokens
 from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
 from tfbackend.graph.masks import MaskWindow, masks_that_answer, read_mask
-from tfbackend.graph.repeats import Repeats, repeat
+from tfbackend.graph.repeats import Repeats, mark, repeat, since
 
 TOKENS = 7
 """Tokens of the meta run. Prime and small: no size of a real model is 7, so a 7 in a graph is the token axis."""
@@ -144,14 +144,17 @@ def _calls_into(seen: Observation, base: nn.Module) -> Iterator[None]:
         if path is None:
             return call_on_meta(original, module, args, kwargs)
         first, key = repeats.before(path, module, args, kwargs)
-        if first:
+        ran = None
+        if first is not None:
             output = repeat(seen, first, path)
         else:
+            marks = mark(seen, path) if key is not None else None
             seen.calls.setdefault(path, []).append((args, kwargs))
             output = call_on_meta(original, module, args, kwargs)
             _note_made(seen, path, module, output)
+            ran = since(seen, path, marks, output) if marks is not None else None
         seen.outputs[path] = output
-        repeats.after(path, key, (args, kwargs), output)
+        repeats.after(path, key, (args, kwargs), output, ran)
         return output
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
