@@ -45,3 +45,9 @@ def attention_layers(model: Any) -> dict[str, list[str]]:
         for name in getattr(module, "attention_layers", ()):
             found.setdefault(path, []).append(getattr(module, name).layer_name)
     return found
+
+
+def fixed_ropes(model: Any) -> list[tuple[bool, str]]:
+    """(whether it is exact, what the plan says) of every rotary embedding whose frequencies the plan holds still."""
+    rewrites = [rewrite for rewrite in model.plan.rewrites if rewrite.fuser == "fixed_rope"]
+    return [(rewrite.layer.exact, rewrite.summary) for rewrite in rewrites]
