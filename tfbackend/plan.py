@@ -139,7 +139,9 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
     observation = observe(base)
     if observation.problem:
         raise UnsupportedModelError(
-            "The model does not run on meta tensors, so nothing about it can be known.",
+            "What the model computes depends on values that it reads on the way, which an engine cannot plan ahead."
+            if observation.reads_values
+            else "The model does not run on meta tensors, so nothing about it can be known.",
             where=type(base).__name__,
             found=observation.problem,
             remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",

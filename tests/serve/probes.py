@@ -51,3 +51,8 @@ def fixed_ropes(model: Any) -> list[tuple[bool, str]]:
     """(whether it is exact, what the plan says) of every rotary embedding whose frequencies the plan holds still."""
     rewrites = [rewrite for rewrite in model.plan.rewrites if rewrite.fuser == "fixed_rope"]
     return [(rewrite.layer.exact, rewrite.summary) for rewrite in rewrites]
+
+
+def rewrites_by_fuser(model: Any) -> dict[str, int]:
+    """How many rewrites of each fuser the plan has."""
+    return dict(model.plan.counts)

@@ -7,9 +7,11 @@ guessed from the names of config fields. Masks are asked what they hide (see `ma
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +68,7 @@ class Observation:
         made: id of a tensor -> where it came from, for what modules without children returned.
         modules: the modules of `made` by path.
         problem: why the run ended early, "" if it did not.
+        reads_values: whether it ended where the model asked for the values of a tensor, which on meta has none.
         counting: paths of modules whose query, key or value depends on a count of tokens that the model made.
     """
 
@@ -75,6 +78,7 @@ class Observation:
     made: dict[int, Made] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     problem: str = ""
+    reads_values: bool = False
     counting: list[str] = field(default_factory=list)
 
 
@@ -108,8 +112,19 @@ def observe(base: nn.Module) -> Observation:
             with counted:
                 base(**inputs)
         except RUN_ERRORS as error:
-            seen.problem = f"{type(error).__name__}: {error}"
+            seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
+            seen.reads_values = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
     return seen
+
+
+def _place_of(error: BaseException) -> str:
+    """ " (file.py:line)" of the innermost frame that is neither torch's nor ours, "" where there is none."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        owner = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if owner not in ("torch", "tfbackend"):
+            place = f" ({Path(frame.f_code.co_filename).name}:{line})"
+    return place
 
 
 def model_inputs(base: nn.Module, device: torch.device) -> dict[str, Any]:
