@@ -1,4 +1,4 @@
-"""Models that look at the values of their tensors, which the run on meta cannot give them, and models that just fail."""
+"""Models that look at values of their tensors, which the run on meta cannot give them, and models that just fail."""
 
 import pytest
 import torch
