@@ -43,6 +43,7 @@ from tfbackend.layerspecs import (
     RotarySpec,
 )
 from tfbackend.proof_key import content, proof_key
+from tfbackend.proof_parts import SideBySide, Turned, part_of, place_of
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import keep_defaults
 
@@ -331,7 +332,7 @@ class _Reference:
         if whole:
             assert isinstance(whole[0], (NormSpec, EmbeddingSpec, LinearSpec))
             if any(entry.transposed for rewrite in self.group for entry in rewrite.weights):
-                return _Turned(original)(*args, **kwargs)
+                return Turned(original)(*args, **kwargs)
             return _copy_state(whole[0].reference(), original)(*args, **kwargs)
         twin = copy.copy(original)
         own = {"_modules": dict(original._modules), "_parameters": dict(original._parameters)}
@@ -367,8 +368,8 @@ def _copy_state(reference: nn.Module, original: nn.Module) -> nn.Module:
 
 def _reference_child(name: str, spec: LayerSpec, rewrite: Rewrite, original: nn.Module) -> nn.Module:
     if isinstance(spec, (QKVSpec, MergedLinearSpec)):
-        parts = sorted((e for e in rewrite.weights if e.target == name), key=lambda entry: _place(entry.shard))
-        return _SideBySide([_part(original.get_submodule(e.source), e.transposed) for e in parts], spec)
+        parts = sorted((e for e in rewrite.weights if e.target == name), key=lambda entry: place_of(entry.shard))
+        return SideBySide([part_of(original.get_submodule(e.source), e.transposed) for e in parts], spec)
     if isinstance(spec, ExpertsSpec):
         return _reference_experts(spec, original)
     assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec, RotarySpec))
@@ -384,38 +385,3 @@ def _reference_experts(spec: ExpertsSpec, original: nn.Module) -> nn.Module:
         made.out_bias = original.get_parameter("down_proj_bias")
     module: nn.Module = made
     return module
-
-
-def _place(shard: str | int | None) -> int:
-    """Where the layers of vLLM put a shard."""
-    return "qkv".index(shard) if isinstance(shard, str) else shard or 0
-
-
-def _part(source: nn.Module, transposed: bool) -> nn.Module:
-    return _Turned(source) if transposed else source
-
-
-class _Turned(nn.Module):
-    """A linear whose module keeps its weight [in, out], as its weight entry has it loaded: [out, in]."""
-
-    def __init__(self, source: nn.Module) -> None:
-        super().__init__()
-        self.weight, self.bias = source.weight, getattr(source, "bias", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.t(), self.bias)  # type: ignore[operator]
-
-
-class _SideBySide(nn.Module):
-    """Merged linears by what they mean: the parts' outputs, one after the other."""
-
-    def __init__(self, parts: Sequence[nn.Module], spec: QKVSpec | MergedLinearSpec) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-        self.width = sum(spec.sizes if isinstance(spec, QKVSpec) else spec.out_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.cat([part(x) for part in self.parts], dim=-1)
-        if out.shape[-1] != self.width:
-            raise ValueError(f"the parts are {out.shape[-1]} wide together, the merged layer {self.width}")
-        return out

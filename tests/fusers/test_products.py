@@ -188,7 +188,7 @@ def test_a_wrong_way_round_fails_its_proof(monkeypatch):
     """Of a square weight nothing but its values tells."""
     square = decide(lambda: TurnedBias(WIDTH, WIDTH))
     assert square.rewrite("linear").weights
-    monkeypatch.setattr("tfbackend.proof._Turned.forward", lambda self, x: F.linear(x, self.weight, self.bias))
+    monkeypatch.setattr("tfbackend.proof_parts.Turned.forward", lambda self, x: F.linear(x, self.weight, self.bias))
     assert decide(lambda: TurnedBias(WIDTH, WIDTH)).reason("linear").startswith("not used, its proof failed: outputs")
 
 
