@@ -369,10 +369,15 @@ def quantize(linear: nn.Module) -> None:
         parameter.weight_loader = linear.weight_loader
 
 
-@pytest.fixture
-def quantized(model, tensors):
+def served_quantized() -> nn.Module:
     root = served()
     quantize(root.model.layers[0].self_attn.qkv_proj)
+    return root
+
+
+@pytest.fixture
+def quantized(model, tensors):
+    root = served_quantized()
     del tensors[Q], tensors[Q.replace("q_proj", "k_proj")], tensors[Q.replace("q_proj", "v_proj")]
     for part, rows in (("q", 64), ("k", 32), ("v", 32)):
         prefix = f"model.layers.0.self_attn.{part}_proj"
@@ -395,6 +400,18 @@ def test_packed_weight_is_required_and_its_scales_may_have_defaults(quantized):
     with pytest.raises(MissingTensorError, match=r"qkv_proj.qweight \(shard q\)"):
         load(root, weight_map, {n: t for n, t in tensors.items() if n != gone}.items(), quantized=True)
     load(root, weight_map, {n: t for n, t in tensors.items() if not n.endswith("scales")}.items(), quantized=True)
+
+
+def test_group_index_is_left_out_only_where_it_says_nothing(quantized):
+    """AutoGPTQ always writes one; vLLM's layers have none, as their groups follow each other."""
+    root, weight_map, tensors = quantized
+    name = Q.replace(".weight", ".g_idx")
+    tensors[name] = torch.arange(64) // 16
+    _, ledger = load(root, weight_map, tensors.items(), quantized=True)
+    assert ledger.as_dict()["dropped"]["ordered-group-index"]["tensors"] == [name]
+    tensors[name] = tensors[name].flip(0)
+    with pytest.raises(UnexpectedTensorError, match=r"q_proj.g_idx"):
+        load(served_quantized(), weight_map, tensors.items(), quantized=True)
 
 
 def test_bias_of_a_quantized_layer_is_required(quantized):

@@ -44,6 +44,18 @@ def build_context(config: VllmConfig) -> BuildContext:
     )
 
 
+def settle_blocks(config: VllmConfig) -> None:
+    """Give the KV cache blocks that attention over whole keys and values can use; call it before layers are built.
+
+    vLLM takes a config with `kv_lora_rank` for a cache of compressed latents, and on a CPU fixes the blocks of 16
+    tokens that its kernel for those needs. We keep whole keys and values, for which the kernel takes multiples of 32.
+    The engine reads the size off the layers, so that nothing else has to be told.
+    """
+    cache = config.cache_config
+    if config.model_config.use_mla and config.device_config.device_type == "cpu" and cache.block_size % 32:
+        cache.block_size = 128
+
+
 def _without_window(cache: CacheConfig) -> CacheConfig:
     """vLLM gives its attention layers the window of the whole model where they have none, and ours say what they have:
     a config may name a window that no layer of the Transformers class uses."""

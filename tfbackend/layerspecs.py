@@ -257,11 +257,19 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: str | None = None
 
+    @property
+    def cached_dim(self) -> int:
+        """Width of a head in the KV cache, which keeps keys and values of one width: the wider of both."""
+        return max(self.head_dim, self.v_head_dim)
+
     def reference(self) -> nn.Module:
         return _ReferenceAttention(self)
 
     def __str__(self) -> str:
-        parts = [f"attention {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, scale {self.scale:.4g}"]
+        widths = str(self.head_dim)
+        if self.v_head_dim != self.head_dim:
+            widths += f", values of {self.v_head_dim}, padded to {self.cached_dim}"
+        parts = [f"attention {self.num_heads}/{self.num_kv_heads} heads of {widths}, scale {self.scale:.4g}"]
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
         return ", ".join(parts + ([f"sinks {self.sinks}"] if self.sinks else []))

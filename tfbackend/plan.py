@@ -17,6 +17,7 @@ from torch import nn
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
+from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import numbers_by_tokens
 from tfbackend.graph.observe import Observation, observe
@@ -138,7 +139,9 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
     observation = observe(base)
     if observation.problem:
         raise UnsupportedModelError(
-            "The model does not run on meta tensors, so nothing about it can be known.",
+            "What the model computes depends on values that it reads on the way, which an engine cannot plan ahead."
+            if observation.reads_values
+            else "The model does not run on meta tensors, so nothing about it can be known.",
             where=type(base).__name__,
             found=observation.problem,
             remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",
@@ -255,7 +258,7 @@ def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSp
                 yield UnsupportedModelError(
                     "The heads of a layer cannot be shared out to tensor-parallel ranks.",
                     where=path,
-                    found="; ".join(reasons),
+                    found="; ".join(reasons) or "no projection of query, key and value was recognised",
                     remedy="Serve it with --tensor-parallel-size 1",
                 )
         yield from uneven(plan.rewrites, serving.tp_size, ep=serving.ep)
@@ -351,7 +354,7 @@ def tensor_parallel_styles(meta: MetaModel) -> dict[str, str]:
     styles: dict[str, str] = {}
     patterns = [(_glob(pattern), _STYLES.get(style, REPLICATED)) for pattern, style in raw.items() if style]
     for path, module in meta.base.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or linear_shape(module) is not None:
             for pattern, style in patterns:
                 if pattern.fullmatch(path) or pattern.fullmatch(f"{meta.base_path}.{path}"):
                     styles[path] = style

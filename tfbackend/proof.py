@@ -43,6 +43,7 @@ from tfbackend.layerspecs import (
     RotarySpec,
 )
 from tfbackend.proof_key import content, proof_key
+from tfbackend.proof_parts import SideBySide, Turned, part_of, place_of
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import keep_defaults
 
@@ -144,11 +145,12 @@ def _is_proof(key: str) -> bool:
 
 
 def _needs_no_proof(rewrite: Rewrite) -> bool:
-    """A linear for a linear, frequencies that are only held still, and an attention layer behind an unchanged call,
-    have no two sides to compare."""
+    """A linear for a linear, frequencies that are only held still, an attention layer behind an unchanged call and
+    what only says how ranks share a linear have no two sides to compare."""
     if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec)):
-        return True
-    return rewrite.fuser == "attention"
+        return not rewrite.weights
+    only_says = not (rewrite.layer or rewrite.children or rewrite.edits or rewrite.attributes)
+    return rewrite.fuser == "attention" or only_says
 
 
 def prove(site: Site, group: Sequence[Rewrite]) -> str:
@@ -328,7 +330,9 @@ class _Reference:
     def run(self, original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole = [r.layer for r in self.group if r.layer is not None]
         if whole:
-            assert isinstance(whole[0], (NormSpec, EmbeddingSpec))
+            assert isinstance(whole[0], (NormSpec, EmbeddingSpec, LinearSpec))
+            if any(entry.transposed for rewrite in self.group for entry in rewrite.weights):
+                return Turned(original)(*args, **kwargs)
             return _copy_state(whole[0].reference(), original)(*args, **kwargs)
         twin = copy.copy(original)
         own = {"_modules": dict(original._modules), "_parameters": dict(original._parameters)}
@@ -364,8 +368,8 @@ def _copy_state(reference: nn.Module, original: nn.Module) -> nn.Module:
 
 def _reference_child(name: str, spec: LayerSpec, rewrite: Rewrite, original: nn.Module) -> nn.Module:
     if isinstance(spec, (QKVSpec, MergedLinearSpec)):
-        parts = sorted((e for e in rewrite.weights if e.target == name), key=lambda entry: _place(entry.shard))
-        return _SideBySide([original.get_submodule(e.source) for e in parts], spec)
+        parts = sorted((e for e in rewrite.weights if e.target == name), key=lambda entry: place_of(entry.shard))
+        return SideBySide([part_of(original.get_submodule(e.source), e.transposed) for e in parts], spec)
     if isinstance(spec, ExpertsSpec):
         return _reference_experts(spec, original)
     assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec, RotarySpec))
@@ -381,23 +385,3 @@ def _reference_experts(spec: ExpertsSpec, original: nn.Module) -> nn.Module:
         made.out_bias = original.get_parameter("down_proj_bias")
     module: nn.Module = made
     return module
-
-
-def _place(shard: str | int | None) -> int:
-    """Where the layers of vLLM put a shard."""
-    return "qkv".index(shard) if isinstance(shard, str) else shard or 0
-
-
-class _SideBySide(nn.Module):
-    """Merged linears by what they mean: the parts' outputs, one after the other."""
-
-    def __init__(self, parts: Sequence[nn.Module], spec: QKVSpec | MergedLinearSpec) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-        self.width = sum(spec.sizes if isinstance(spec, QKVSpec) else spec.out_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.cat([part(x) for part in self.parts], dim=-1)
-        if out.shape[-1] != self.width:
-            raise ValueError(f"the parts are {out.shape[-1]} wide together, the merged layer {self.width}")
-        return out

@@ -106,7 +106,15 @@ def _own_files() -> list[Path]:
     here = Path(__file__).parent
     return [
         here / name
-        for name in ("proof.py", "proof_key.py", "layerspecs.py", "activations.py", "expertspec.py", "mixing.py")
+        for name in (
+            "proof.py",
+            "proof_key.py",
+            "proof_parts.py",
+            "layerspecs.py",
+            "activations.py",
+            "expertspec.py",
+            "mixing.py",
+        )
     ]
 
 

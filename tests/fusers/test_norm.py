@@ -24,6 +24,23 @@ class RMS(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
+class Division(RMS):
+    def forward(self, x):
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class DivisionOnePlusWeight(RMS):
+    def forward(self, x):
+        return (x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.eps)) * (1.0 + self.weight)
+
+
+class RootAlone(RMS):
+    """Times the root: the graph has all the parts of a norm."""
+
+    def forward(self, x):
+        return x * torch.sqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
 class OnePlusWeight(RMS):
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
@@ -147,6 +164,8 @@ class BufferWeight(RMS):
         (lambda: nn.LayerNorm(WIDTH, eps=1e-2), NormSpec("layer", WIDTH, 1e-2, "plain", bias=True)),
         (lambda: nn.LayerNorm(WIDTH, bias=False), NormSpec("layer", WIDTH, 1e-5)),
         (lambda: LlamaRMSNorm(WIDTH, eps=2e-5), NormSpec("rms", WIDTH, 2e-5)),
+        (Division, NormSpec("rms", WIDTH, 1e-5)),
+        (DivisionOnePlusWeight, NormSpec("rms", WIDTH, 1e-5, "zero_centred")),
         (lambda: GemmaRMSNorm(WIDTH, eps=2e-5), NormSpec("rms", WIDTH, 2e-5, "zero_centred")),
         (lambda: OlmoLayerNorm(WIDTH), NormSpec("layer", WIDTH, 1e-5, "none")),
         (lambda: NemotronLayerNorm1P(WIDTH, eps=1e-3), NormSpec("layer", WIDTH, 1e-3, "zero_centred", bias=True)),
@@ -170,15 +189,15 @@ def test_kind_eps_and_weight_are_read_from_the_graph(build, spec):
         (MaskedWeight, "reads a buffer kept"),
         (BufferWeight, "reads a buffer weight"),
         (lambda: nn.RMSNorm(WIDTH), "its eps depends on the dtype"),
-        (lambda: nn.GroupNorm(1, 7), "takes no inverse root"),
-        (EpsUnderRootOfDivision, "silent"),
+        (lambda: nn.GroupNorm(1, 7), "takes no root"),
+        (EpsUnderRootOfDivision, "what stands under its root is not mean + eps"),
     ],
 )
 def test_near_misses_say_why(build, reason):
     assert decide(build).reason("norm") == reason
 
 
-@pytest.mark.parametrize("build", [Grouped, FourthPower, lambda: Scaled(3.0)])
+@pytest.mark.parametrize("build", [Grouped, FourthPower, RootAlone, lambda: Scaled(3.0)])
 def test_what_the_graph_does_not_tell_the_proof_does(build):
     assert decide(build).reason("norm").startswith("not used, its proof failed: outputs differ")
 

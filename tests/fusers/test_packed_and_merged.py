@@ -74,7 +74,56 @@ def test_on_ranks_the_slices_count_the_rows_of_a_rank():
         "return self.out(attend(self, heads(q), heads(k), heads(v)))",
     ]
     assert plan.rewrite("linear", "site.out").layer.style == "rowwise"
-    assert decide(SplitInThree, tp_size=2).reason("packed_qkv") != "silent"
+    assert lines(decide(SplitInThree, tp_size=2).text()) == [
+        "q, k, v = self.qkv(x).split(self.qkv_sizes, dim=-1)",
+        "return self.out(attend(self, heads(q), heads(k), heads(v)))",
+    ]
+
+
+class SplitLater(Packed):
+    def forward(self, x):
+        qkv = self.qkv(x)
+        first, second, third = qkv.split((Q, KV, KV), dim=-1)
+        return self.out(attend(self, heads(first), heads(second), heads(third)))
+
+
+class SplitByFunction(Packed):
+    def forward(self, x):
+        q, k, v = torch.split(self.qkv(x), (Q, KV, KV), dim=-1)
+        return self.out(attend(self, heads(q), heads(k), heads(v)))
+
+
+class SplitInFour(Packed):
+    def forward(self, x):
+        q, r, k, v = self.qkv(x).split((Q // 2, Q // 2, KV, KV), dim=-1)
+        return self.out(attend(self, heads(torch.cat((q, r), -1)), heads(k), heads(v)))
+
+
+class UsedElsewhere(Packed):
+    """The branch that is not traced would split the rows of a rank by the sizes of all."""
+
+    def forward(self, x):
+        if x.shape[0] == 2:
+            q, k, v = self.qkv(x[:1]).split((Q, KV, KV), dim=-1)
+        else:
+            q, k, v = self.qkv(x).split((Q, KV, KV), dim=-1)
+        return self.out(attend(self, heads(q), heads(k), heads(v)))
+
+
+def test_on_ranks_a_split_in_three_has_the_sizes_of_a_rank():
+    assert lines(decide(SplitLater, tp_size=2).text())[:2] == [
+        "qkv = self.qkv(x)",
+        "first, second, third = qkv.split(self.qkv_sizes, dim=-1)",
+    ]
+    assert decide(SplitByFunction, tp_size=2).reason("packed_qkv") == "qkv is not taken apart by a method"
+    assert decide(SplitInFour, tp_size=2).reason("packed_qkv") != "silent"
+
+
+def test_on_ranks_a_use_that_was_not_traced_cannot_run():
+    assert lines(decide(UsedElsewhere, tp_size=2).text())[1::2][:2] == [
+        "q, k, v = self.not_traced_qkv(x[:1]).split((Q, KV, KV), dim=-1)",
+        "q, k, v = self.qkv(x).split(self.qkv_sizes, dim=-1)",
+    ]
 
 
 @pytest.mark.parametrize("build", [KeysFirst, Interleaved])

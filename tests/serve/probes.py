@@ -36,3 +36,23 @@ def parameter_count(model: Any) -> int:
 def model_class(model: Any) -> str:
     """The full name of the class that serves."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def attention_layers(model: Any) -> dict[str, list[str]]:
+    """Path of a module with several attention layers -> their names, under which the engine keeps their caches."""
+    found: dict[str, list[str]] = {}
+    for path, module in model.model.named_modules():
+        for name in getattr(module, "attention_layers", ()):
+            found.setdefault(path, []).append(getattr(module, name).layer_name)
+    return found
+
+
+def fixed_ropes(model: Any) -> list[tuple[bool, str]]:
+    """(whether it is exact, what the plan says) of every rotary embedding whose frequencies the plan holds still."""
+    rewrites = [rewrite for rewrite in model.plan.rewrites if rewrite.fuser == "fixed_rope"]
+    return [(rewrite.layer.exact, rewrite.summary) for rewrite in rewrites]
+
+
+def rewrites_by_fuser(model: Any) -> dict[str, int]:
+    """How many rewrites of each fuser the plan has."""
+    return dict(model.plan.counts)

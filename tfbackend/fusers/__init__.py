@@ -9,6 +9,7 @@ from tfbackend.fusers.experts import ExpertsFuser
 from tfbackend.fusers.fixed_rope import FixedRopeFuser
 from tfbackend.fusers.glu import GLUFuser
 from tfbackend.fusers.linear import LinearFuser
+from tfbackend.fusers.linear_pair import LinearPairFuser
 from tfbackend.fusers.merged_column import MergedColumnFuser
 from tfbackend.fusers.norm import NormFuser
 from tfbackend.fusers.packed_qkv import PackedQKVFuser
@@ -21,6 +22,7 @@ FUSERS: tuple[Fuser, ...] = (
     PackedQKVFuser(),
     RopeFuser(),
     GLUFuser(),
+    LinearPairFuser(),
     MergedColumnFuser(),
     FixedRopeFuser(),
     ExpertsFuser(),

@@ -2,9 +2,12 @@
 
     attention_interface(self, q, k, v, mask, scaling=self.scaling, softcap=..., s_aux=self.sinks)
 
-The forward stays as it is: the interface calls `self.attn`. Heads, scale, soft cap and sinks are read from the call
-that the model makes; the window is read from what the mask hides. A keyword that changes the result and has no place in
-AttentionSpec is a Miss.
+The forward stays as it is: the interface calls `self.attn`. Where a module calls it several times in one forward of the
+model, from different places or because the model loops over its layers, it calls `self.attn`, `self.attn_2` ... in
+turn, each with a KV cache of its own; how many calls there are must not change from one forward to the next.
+
+Heads, scale, soft cap and sinks are read from the call that the model makes; the window is read from what the mask
+hides. A keyword that changes the result and has no place in AttentionSpec is a Miss.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
+from tfbackend.graph.interface import CALLS, LAYERS
 from tfbackend.graph.observe import TOKENS, AttentionCall, OwnParameter
 from tfbackend.layerspecs import AttentionSpec
 
@@ -37,47 +41,58 @@ class AttentionFuser:
         problem = self._problem(site, calls)
         if problem:
             return Miss(self.name, site.qualname, problem, site.place())
-        call = calls[0]
-        sinks = call.keywords.get("s_aux")
-        scale = call.keywords.get("scaling")
-        spec = AttentionSpec(
-            num_heads=call.query[1],
-            num_kv_heads=call.key[1],
-            head_dim=call.query[3],
-            v_head_dim=call.value[3],
-            scale=float(scale) if scale is not None else call.query[3] ** -0.5,
-            window=call.mask.window if call.mask else None,
-            soft_cap=call.keywords.get("softcap"),
-            sinks=sinks.name if sinks is not None else None,
-        )
+        names = _layer_names(len(calls))
+        children = tuple((name, _spec(call)) for name, call in zip(names, calls, strict=True))
+        specs = list(dict.fromkeys(spec for _, spec in children))
+        times = f", a layer for each of {len(calls)} calls" if len(calls) > 1 else ""
         return Rewrite(
             qualname=site.qualname,
             fuser=self.name,
-            summary=str(spec),
-            children=(("attn", spec),),
-            claims=match.claims,
+            summary="; ".join(map(str, specs)) + times,
+            children=children,
+            attributes=((LAYERS, names), (CALLS, 0)) if len(calls) > 1 else (),
+            claims=frozenset(names),
         )
 
     def _problem(self, site: Site, calls: list[AttentionCall]) -> str:
-        if len(calls) != 1:
-            return f"calls the attention interface {len(calls)} times in one forward"
-        if "attn" in dict(site.module.named_children()):
-            return "already has a child called attn"
-        call = calls[0]
+        for name in _layer_names(len(calls)):
+            if hasattr(site.module, name):
+                return f"already has an attribute called {name}"
+        if len(calls) > 1 and any(call.keywords.get("s_aux") is not None for call in calls):
+            return f"calls the attention interface {len(calls)} times in one forward, with sinks"
+        return next(filter(None, map(self._call_problem, calls)), "")
+
+    def _call_problem(self, call: AttentionCall) -> str:
         if call.mask is None:
             return call.mask_problem
         if call.query[0] != 1 or call.key[2] != call.query[2]:
             return f"query {tuple(call.query)} and key {tuple(call.key)} are not of the same tokens"
         if call.query[2] != TOKENS:
             return f"it attends over an axis of {call.query[2]} and not over the {TOKENS} tokens of the observed run"
-        if call.value[3] != call.query[3]:
-            return f"value heads are {call.value[3]} wide and query heads {call.query[3]}"
         if call.query[1] % call.key[1]:
             return f"{call.query[1]} query heads do not divide into {call.key[1]} KV heads"
         for key, value in call.keywords.items():
             if problem := _keyword_problem(key, value, call.query[1]):
                 return problem
         return ""
+
+
+def _layer_names(calls: int) -> tuple[str, ...]:
+    return ("attn", *(f"attn_{number}" for number in range(2, calls + 1)))
+
+
+def _spec(call: AttentionCall) -> AttentionSpec:
+    sinks, scale = call.keywords.get("s_aux"), call.keywords.get("scaling")
+    return AttentionSpec(
+        num_heads=call.query[1],
+        num_kv_heads=call.key[1],
+        head_dim=call.query[3],
+        v_head_dim=call.value[3],
+        scale=float(scale) if scale is not None else call.query[3] ** -0.5,
+        window=call.mask.window if call.mask else None,
+        soft_cap=call.keywords.get("softcap"),
+        sinks=sinks.name if sinks is not None else None,
+    )
 
 
 def _keyword_problem(key: str, value: Any, heads: int) -> str:

@@ -50,13 +50,15 @@ class Miss:
 class WeightEntry:
     """Where a module's tensors go: checkpoint module `source` becomes shard `shard` of `target` (None: the whole).
 
-    Both are relative to the site. It speaks of modules and not of parameters, so that a bias, or the scales and zero
-    points of a quantized checkpoint, follow the weight they belong to.
+    Both are relative to the site, "" for the site itself. It speaks of modules and not of parameters, so that a bias,
+    or the scales and zero points of a quantized checkpoint, follow the weight they belong to. `transposed` says that
+    the checkpoint's weight is [in, out] and the target's [out, in].
     """
 
     source: str
     target: str
     shard: str | int | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

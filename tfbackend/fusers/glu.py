@@ -18,7 +18,16 @@ from torch import fx
 
 from tfbackend.activations import activation_name
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
-from tfbackend.fusers.linears import Call, consumer, find_calls, is_linear, linear, merged_name, same_bias
+from tfbackend.fusers.linears import (
+    Call,
+    consumer,
+    find_calls,
+    is_linear,
+    linear,
+    merged_name,
+    same_bias,
+    weight_entry,
+)
 from tfbackend.graph.query import name_of
 from tfbackend.layerspecs import ROWWISE, ActMulSpec, MergedLinearSpec
 from tfbackend.source.edits import Edit
@@ -124,7 +133,7 @@ class GLUFuser:
             Edit(start, end, f"({local} := {source.segment(calls[0].expression)})", self.name),
             Edit(*whole, f"{me}.act_and_mul({local})", self.name),
         )
-        bias = linear(site, name).bias is not None
+        bias = linear(site, name).bias
         return Match({"packed": name, "activation": activation, "bias": bias}, edits, frozenset({name}))
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
@@ -136,12 +145,12 @@ class GLUFuser:
             spec = MergedLinearSpec(module.in_features, (half, half), roles["bias"])
             removed: tuple[str, ...] = (name,)
             merged = name
-            weights: tuple[WeightEntry, ...] = (WeightEntry(name, name),)
+            weights: tuple[WeightEntry, ...] = (weight_entry(site, name, name),)
         else:
             gate, up, merged = linear(site, roles["gate"]), linear(site, roles["up"]), roles["merged"]
             spec = MergedLinearSpec(gate.in_features, (gate.out_features, up.out_features), roles["bias"])
             removed = (roles["gate"], roles["up"])
-            weights = (WeightEntry(roles["gate"], merged, 0), WeightEntry(roles["up"], merged, 1))
+            weights = (weight_entry(site, roles["gate"], merged, 0), weight_entry(site, roles["up"], merged, 1))
         return Rewrite(
             qualname=site.qualname,
             fuser=self.name,

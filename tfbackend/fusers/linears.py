@@ -8,25 +8,27 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from tfbackend.fusers.base import Site
-from tfbackend.graph.kinds import tampered
+from tfbackend.fusers.base import Site, WeightEntry
+from tfbackend.fusers.products import LinearShape, linear_shape
 from tfbackend.graph.query import between, sources, value_of
 from tfbackend.source.edits import Edit
 from tfbackend.source.effects import only_call, written_between
 
 
 def is_linear(site: Site, node: fx.Node) -> bool:
-    """Whether a graph node is a call of a plain nn.Linear child."""
-    if node.op != "call_module":
-        return False
-    child = site.child(str(node.target))
-    return type(child) is nn.Linear and not tampered(child)
+    """Whether a graph node is a call of a child that is a linear."""
+    return node.op == "call_module" and linear_shape(site.child(str(node.target))) is not None
 
 
-def linear(site: Site, name: str) -> nn.Linear:
-    child = site.child(name)
-    assert isinstance(child, nn.Linear)
-    return child
+def linear(site: Site, name: str) -> LinearShape:
+    shape = linear_shape(site.child(name))
+    assert shape is not None, name
+    return shape
+
+
+def weight_entry(site: Site, source: str, target: str, shard: str | int | None = None) -> WeightEntry:
+    """Where the tensors of the linear `source` go."""
+    return WeightEntry(source, target, shard, linear(site, source).transposed)
 
 
 def linear_sources(site: Site, node: fx.Node) -> list[fx.Node]:
@@ -64,7 +66,7 @@ def find_calls(site: Site, children: Sequence[str]) -> list[Call] | str:
 
 def same_bias(site: Site, children: Sequence[str]) -> bool | str:
     """Whether the children have a bias; a text where some have and some have not."""
-    biases = {linear(site, child).bias is not None for child in children}
+    biases = {linear(site, child).bias for child in children}
     return biases.pop() if len(biases) == 1 else "some of the linears have a bias and some have none"
 
 

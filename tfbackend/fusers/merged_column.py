@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
-from tfbackend.fusers.linears import find_calls, is_linear, join_calls, linear, merged_name, same_bias
+from tfbackend.fusers.base import Match, Miss, Rewrite, Site
+from tfbackend.fusers.linears import find_calls, is_linear, join_calls, linear, merged_name, same_bias, weight_entry
 from tfbackend.layerspecs import COLWISE, MergedLinearSpec
 
 
@@ -63,7 +63,7 @@ class MergedColumnFuser:
             removes=children,
             attributes=((f"{merged}_sizes", spec.out_features),),
             edits=match.edits,
-            weights=tuple(WeightEntry(child, merged, index) for index, child in enumerate(children)),
+            weights=tuple(weight_entry(site, child, merged, index) for index, child in enumerate(children)),
             claims=match.claims,
             captured=tuple((str(index), child) for index, child in enumerate(children)),
         )

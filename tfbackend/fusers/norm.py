@@ -2,6 +2,7 @@
 
     x = x.float(); x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps); return w * x.to(dtype)
     (x * torch.rsqrt(...)) * (1.0 + w)          F.rms_norm(x, (n,), w, eps)          F.layer_norm(x, (n,), w, b, eps)
+    x / torch.sqrt(...) * w
 
 The graph says what kind it is and what eps is; the proof says whether that reading was right.
 """
@@ -33,9 +34,9 @@ class NormFuser:
             return Miss(self.name, site.qualname, "not a norm: has children or more than two parameters", near=False)
         trace = site.trace
         names = [name_of(node) for node in trace.graph.nodes if node.op == "call_function"]
-        if not {"rsqrt", "rms_norm", "layer_norm"} & set(names):
+        if not {"rsqrt", "sqrt", "rms_norm", "layer_norm"} & set(names):
             near = "norm" in type(module).__name__.lower()
-            return Miss(self.name, site.qualname, "takes no inverse root", site.place(), near=near)
+            return Miss(self.name, site.qualname, "takes no root", site.place(), near=near)
         spec = self._read(site, names)
         if isinstance(spec, str):
             return Miss(self.name, site.qualname, spec, site.place())
@@ -87,7 +88,7 @@ def _read_fused(graph: fx.Graph, kind: str, size: int, names: Sequence[str]) -> 
     eps = given.get("eps", 1e-5 if kind == "layer_norm" else None)
     if not isinstance(eps, float):
         return "its eps depends on the dtype"
-    if {"mul", "__mul__", "mean", "rsqrt"} & set(names):
+    if {"mul", "__mul__", "mean", "rsqrt", "sqrt"} & set(names):
         return "scales again beside the fused norm"
     weight = given.get("weight")
     shape = "none" if weight is None else _weight_form(weight)
@@ -100,11 +101,12 @@ def _weight_form(weight: object) -> str:
 
 
 def _read_spelled(graph: fx.Graph, module: nn.Module, size: int, names: Sequence[str]) -> NormSpec | str:
-    roots = [n for n in graph.nodes if name_of(n) == "rsqrt"]
+    roots = [n for n in graph.nodes if name_of(n) in ("rsqrt", "sqrt")]
     if len(roots) != 1:
-        return f"takes {len(roots)} inverse roots"
-    under = roots[0].args[0]
-    assert isinstance(under, fx.Node)
+        return f"takes {len(roots)} roots"
+    under = roots[0].args[0] if roots[0].args else None
+    if not isinstance(under, fx.Node):
+        return "what stands under its root is not mean + eps"
     over = [through_casts(a) for a in under.args if isinstance(a, fx.Node)]
     if [name_of(node) for node in over] not in (["mean"], ["var"]):
         return "what stands under its root is not mean + eps"

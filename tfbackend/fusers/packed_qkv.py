@@ -4,6 +4,8 @@
     q = qkv[..., :n]                        ->    q = tfb_qkv[0]
     k = qkv[..., n : n + m]                       k = tfb_qkv[1]
 
+    q, k, v = self.c_attn(x).split(n, dim=2)      q, k, v = self.c_attn(x).split(self.c_attn_sizes, dim=-1)
+
 Where a row goes is found by sending row numbers through the operations that only move elements. On one rank nothing in
 the forward has to change; on several, the slices are replaced, since their bounds count the heads of all ranks.
 Layouts that interleave q, k and v head by head stay one colwise linear, which keeps a rank's heads together as it is.
@@ -18,11 +20,12 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
-from tfbackend.fusers.linears import Call, across_heads, consumer, find_calls, linear, linear_sources
+from tfbackend.fusers.base import Match, Miss, Rewrite, Site
+from tfbackend.fusers.linears import Call, across_heads, consumer, linear, linear_sources, weight_entry
 from tfbackend.graph.query import SHAPE_ONLY, name_of
 from tfbackend.layerspecs import ROWWISE, QKVSpec
 from tfbackend.source.edits import Edit
+from tfbackend.source.effects import traced_call
 from tfbackend.source.forward import SourceError
 
 
@@ -48,8 +51,8 @@ class PackedQKVFuser:
             heads = [a for a in site.trace.attention[0].args[:3] if isinstance(a, fx.Node)]
             for problem in filter(None, (across_heads(site, found[0][0], end) for end in heads)):
                 return Miss(self.name, site.qualname, problem, site.place())
-            calls = find_calls(site, [packed])
-            edits = calls if isinstance(calls, str) else self._edits(site, calls[0])
+            call = _traced_call(site, packed)
+            edits = call if isinstance(call, str) else self._edits(site, call)
         if isinstance(edits, str):
             return Miss(self.name, site.qualname, edits, site.place())
         return Match({"packed": packed, "out": out}, edits, frozenset({packed}))
@@ -76,7 +79,11 @@ class PackedQKVFuser:
     def _edits(self, site: Site, call: Call) -> tuple[Edit, ...] | str:
         source, sizes = site.source, self._sizes(site)
         assert not isinstance(source, str)
-        rows = _row_numbers(site.trace.graph, call.node)
+        rows, elsewhere = _row_numbers(site.trace.graph, call.node), _refusing_elsewhere(site, call, self.name)
+        users = [*call.node.users]
+        if len(users) == 1 and name_of(users[0]) in ("split", "chunk", "tensor_split"):
+            split = self._resplit(site, call, users[0], rows)
+            return split if isinstance(split, str) else (split, *elsewhere)
         local, me = source.fresh(f"tfb_{call.child}"), source.me
         start, end = source.offsets(call.expression)
         made = f"({local} := {source.segment(call.expression)}.split({me}.{call.child}_sizes, dim=-1))"
@@ -90,14 +97,32 @@ class PackedQKVFuser:
             if part is None or not isinstance(expression, ast.Subscript):
                 return f"{call.child} is not taken apart by three slices"
             edits.append(Edit(*source.offsets(expression), f"{local}[{part}]", self.name))
-        return tuple(edits)
+        return (*edits, *elsewhere)
+
+    def _resplit(self, site: Site, call: Call, node: fx.Node, rows: dict[fx.Node, torch.Tensor]) -> Edit | str:
+        """`x.split(size, dim=2)` -> `x.split(self.qkv_sizes, dim=-1)`, where it gives query, key and value."""
+        source, sizes = site.source, self._sizes(site)
+        assert not isinstance(source, str)
+        try:
+            expression = source.expression(node.meta.get("span"))
+        except SourceError as error:
+            return str(error)
+        if not isinstance(expression, ast.Call) or not _receives(expression, node):
+            return f"{call.child} is not taken apart by a method"
+        assert isinstance(expression.func, ast.Attribute)
+        bounds = (0, sizes[0], sizes[0] + sizes[1], sum(sizes))
+        picked = {int(str(user.args[1])): rows.get(user) for user in node.users}
+        if len(node.meta["val"]) != 3:
+            return f"{call.child} is not taken apart into three"
+        if not all(_is_block(part, bounds[i], bounds[i + 1]) for i, part in picked.items()):
+            return f"{call.child} is not taken apart into query, key and value"
+        cut = source.offsets(expression.func.value)[1], source.offsets(expression)[1]
+        return Edit(*cut, f".split({source.me}.{call.child}_sizes, dim=-1)", self.name)
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
         call, packed = site.observation.attention[site.qualname][0], match.roles["packed"]
         module = linear(site, packed)
-        spec = QKVSpec(
-            module.in_features, call.query[3], call.value[3], call.query[1], call.key[1], module.bias is not None
-        )
+        spec = QKVSpec(module.in_features, call.query[3], call.value[3], call.query[1], call.key[1], module.bias)
         return Rewrite(
             qualname=site.qualname,
             fuser=self.name,
@@ -106,11 +131,34 @@ class PackedQKVFuser:
             removes=(packed,),
             attributes=((f"{packed}_sizes", spec.sizes),),
             edits=match.edits,
-            weights=(WeightEntry(packed, packed),),
+            weights=(weight_entry(site, packed, packed),),
             styles=((match.roles["out"], ROWWISE),) if match.roles["out"] else (),
             claims=match.claims,
             captured=(("packed", packed),),
         )
+
+
+def _traced_call(site: Site, packed: str) -> Call | str:
+    if isinstance(site.source, str):
+        return site.source
+    found = traced_call(site.trace, site.source, packed)
+    return found if isinstance(found, str) else Call(packed, *found)
+
+
+def _refusing_elsewhere(site: Site, call: Call, by: str) -> tuple[Edit, ...]:
+    """Uses of the linear in branches that the engine does not take: they count the heads of all ranks, so should one
+    be taken after all it must end in an error."""
+    source = site.source
+    assert not isinstance(source, str)
+    others = [use for use in source.self_uses(call.child) if use is not call.expression.func]
+    return tuple(Edit(*source.offsets(use), f"{source.me}.not_traced_{call.child}", by) for use in others)
+
+
+def _receives(expression: ast.Call, node: fx.Node) -> bool:
+    """Whether a call is the method of a tensor, and not a function `torch.split(x, ...)`."""
+    if not isinstance(expression.func, ast.Attribute) or expression.func.attr != name_of(node):
+        return False
+    return not (isinstance(expression.func.value, ast.Name) and expression.func.value.id == "torch")
 
 
 def _row_numbers(graph: fx.Graph, start: fx.Node) -> dict[fx.Node, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
+from tfbackend.fusers.base import Match, Miss, Rewrite, Site
 from tfbackend.fusers.linears import (
     across_heads,
     consumer,
@@ -23,6 +23,7 @@ from tfbackend.fusers.linears import (
     linear_sources,
     merged_name,
     same_bias,
+    weight_entry,
 )
 from tfbackend.graph.query import value_of
 from tfbackend.layerspecs import ROWWISE, QKVSpec
@@ -98,7 +99,7 @@ class QKVFuser:
             removes=tuple(roles[r] for r in ROLES),
             attributes=((f"{merged}_sizes", spec.sizes),),
             edits=match.edits,
-            weights=tuple(WeightEntry(roles[r], merged, r) for r in ROLES),
+            weights=tuple(weight_entry(site, roles[r], merged, r) for r in ROLES),
             styles=((roles["out"], ROWWISE),) if roles["out"] else (),
             claims=match.claims,
             captured=tuple((r, roles[r]) for r in ROLES),

@@ -37,7 +37,7 @@ def attention_interface(
     if _recorders:
         return _recorders[-1](module, query, key, value, attention_mask, **keywords), None
     tokens, heads = query.shape[2], query.shape[1]
-    attn: Any = module.attn
+    attn = _next_layer(module)
     output = attn(
         query.transpose(1, 2).reshape(tokens, -1),
         key.transpose(1, 2).reshape(tokens, -1),
@@ -68,6 +68,23 @@ def experts_interface(module: nn.Module, hidden_states: torch.Tensor, *args: Any
         return torch.empty_like(hidden_states)
     output = inspect.unwrap(type(module).forward)(module, hidden_states, *args, **keywords)
     return output
+
+
+LAYERS, CALLS = "attention_layers", "attention_calls"
+"""Attributes of a module that calls the interface several times in one forward of the model: the names of its
+attention layers, one for each call, and how many of them have been made."""
+
+
+def _next_layer(module: Any) -> Any:
+    """The attention layer for this call, each call having keys and values of its own."""
+    names = getattr(module, LAYERS, None)
+    if names is None:
+        return module.attn
+    call = module.attention_calls
+    if call >= len(names):
+        raise RuntimeError(f"attention is called more than the {len(names)} times that were seen when it was planned")
+    module.attention_calls = call + 1
+    return getattr(module, names[call])
 
 
 @contextmanager

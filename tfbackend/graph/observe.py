@@ -7,9 +7,11 @@ guessed from the names of config fields. Masks are asked what they hide (see `ma
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tfbackend.graph.counted import CountedTokens
 from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
 from tfbackend.graph.masks import MaskWindow, masks_that_answer, read_mask
-from tfbackend.graph.repeats import Repeats, repeat
+from tfbackend.graph.repeats import Repeats, mark, repeat, since
 
 TOKENS = 7
 """Tokens of the meta run. Prime and small: no size of a real model is 7, so a 7 in a graph is the token axis."""
@@ -66,6 +68,7 @@ class Observation:
         made: id of a tensor -> where it came from, for what modules without children returned.
         modules: the modules of `made` by path.
         problem: why the run ended early, "" if it did not.
+        reads_values: whether it ended where the model asked for the values of a tensor, which on meta has none.
         counting: paths of modules whose query, key or value depends on a count of tokens that the model made.
     """
 
@@ -75,6 +78,7 @@ class Observation:
     made: dict[int, Made] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     problem: str = ""
+    reads_values: bool = False
     counting: list[str] = field(default_factory=list)
 
 
@@ -108,8 +112,19 @@ def observe(base: nn.Module) -> Observation:
             with counted:
                 base(**inputs)
         except RUN_ERRORS as error:
-            seen.problem = f"{type(error).__name__}: {error}"
+            seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
+            seen.reads_values = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
     return seen
+
+
+def _place_of(error: BaseException) -> str:
+    """ " (file.py:line)" of the innermost frame that is neither torch's nor ours, "" where there is none."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        owner = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if owner not in ("torch", "tfbackend"):
+            place = f" ({Path(frame.f_code.co_filename).name}:{line})"
+    return place
 
 
 def model_inputs(base: nn.Module, device: torch.device) -> dict[str, Any]:
@@ -144,14 +159,17 @@ def _calls_into(seen: Observation, base: nn.Module) -> Iterator[None]:
         if path is None:
             return call_on_meta(original, module, args, kwargs)
         first, key = repeats.before(path, module, args, kwargs)
-        if first:
+        ran = None
+        if first is not None:
             output = repeat(seen, first, path)
         else:
+            marks = mark(seen, path) if key is not None else None
             seen.calls.setdefault(path, []).append((args, kwargs))
             output = call_on_meta(original, module, args, kwargs)
             _note_made(seen, path, module, output)
+            ran = since(seen, path, marks, output) if marks is not None else None
         seen.outputs[path] = output
-        repeats.after(path, key, (args, kwargs), output)
+        repeats.after(path, key, (args, kwargs), output, ran)
         return output
 
     nn.Module.__call__ = call  # type: ignore[method-assign]

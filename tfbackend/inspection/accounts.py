@@ -77,7 +77,7 @@ class _Recorder(Ledger):
         if self.claim(placement):
             self.filled.add((placement.target, placement.shard))
             for name in placement.origins:
-                self.fates.setdefault(name, ("placed", str(placement), ""))
+                self.fates.setdefault(name, ("placed", str(placement), "transposed" if placement.transposed else ""))
 
     def drop(self, source_name: str, dropped: Dropped) -> None:
         super().drop(source_name, dropped)

@@ -42,7 +42,7 @@ class ServedParameter:
 
     Attributes:
         name: its path there, "model.layers.0.self_attn.qkv_proj.weight".
-        shape: over all ranks, as the checkpoint has it.
+        shape: over all ranks, a linear's weight [out, in] whichever way round the checkpoint has it.
         rank_shape: on each rank, padding included.
         dtype: what it is kept in.
         how: "columns", "rows", "heads", "experts", "vocabulary" or "whole".

@@ -94,7 +94,7 @@ def make_cache(specs: Iterable[AttentionSpec], tp: int, itemsize: int) -> Cache:
     kinds: Counter[tuple[int, int | None]] = Counter()
     for spec in specs:
         heads = kv_heads_per_rank(spec.num_kv_heads, tp)
-        kinds[heads * (spec.head_dim + spec.v_head_dim) * itemsize, spec.window] += 1
+        kinds[heads * 2 * spec.cached_dim * itemsize, spec.window] += 1
     if not kinds:
         return Cache((), 0)
     if len({window for _, window in kinds}) == 1:

@@ -172,9 +172,10 @@ def _proof(rewrites: Sequence[Rewrite], unproven: bool) -> str:
 def nothing_to_prove(rewrite: Rewrite) -> bool:
     """Whether a rewrite puts one layer for the same layer, or a layer behind a call that stays as it is."""
     if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec)):
-        return True
+        return not rewrite.weights
     specs: Sequence[LayerSpec] = [spec for _, spec in rewrite.children]
-    return bool(specs) and all(isinstance(spec, AttentionSpec) for spec in specs) and not rewrite.edits
+    only_says = not (rewrite.layer or specs or rewrite.edits or rewrite.attributes)
+    return only_says or (bool(specs) and all(isinstance(spec, AttentionSpec) for spec in specs) and not rewrite.edits)
 
 
 def _in_order(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from tfbackend.expertspec import ExpertsSpec
+from tfbackend.layers.attention import PaddedAttention
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
 from tfbackend.layers.experts import experts
@@ -147,9 +148,10 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
     extra: dict[str, Any] = {}
     if spec.sinks is not None:
         extra["sinks"] = own_sinks(site, spec.sinks, context)
-    made: nn.Module = Attention(
+    padded = spec.v_head_dim != spec.head_dim
+    made: nn.Module = (PaddedAttention if padded else Attention)(
         spec.num_heads // context.tp_size,
-        spec.head_dim,
+        spec.cached_dim,
         spec.scale,
         num_kv_heads=max(1, spec.num_kv_heads // context.tp_size),
         cache_config=context.cache_config,
@@ -159,6 +161,8 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
         prefix=prefix,
         **extra,
     )
+    if isinstance(made, PaddedAttention):
+        made.fit(spec.head_dim, spec.v_head_dim)
     return made
 
 

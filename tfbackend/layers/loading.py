@@ -73,12 +73,16 @@ def _load_one(
 ) -> None:
     """Load a tensor that fits into a place that is free; otherwise book why not, and go on to the next."""
     target = live.tensors[placement.target]
+    turned = placement.transposed and not (quantized and tensor.dtype not in _WIDE_FLOATS)
     misfit = _misfit(placement, target, tensor, weight_map, quantized)
     if misfit is not None:
         ledger.misfit(placement.source_name, str(placement), found=misfit[0], needed=misfit[1])
         return
     if not ledger.claim(placement):
         return
+    tensor = tensor.t() if turned else tensor
+    if placement.cleared:
+        tensor = tensor.index_fill(0, torch.tensor(placement.cleared, device=tensor.device), 0)
     loader: Any = getattr(target, "weight_loader", default_weight_loader)
     assert loader is not default_weight_loader or not target.is_meta, f"{placement.target} was left on meta"
     if placement.shard is None:
@@ -130,6 +134,8 @@ class _Live:
             return replace(placement, target=scale, shard=None)
         if target.endswith(".bias") and not tensor.any():
             return drop("zero-bias")
+        if target.endswith(".g_idx") and _in_order(tensor):
+            return drop("ordered-group-index")
         return None
 
     def untie(self, placement: Placement) -> None:
@@ -192,6 +198,14 @@ class _Live:
         leaf = name.rpartition(".")[2]
         # A layer with scalars only is attention, with the scales of its KV cache; those have defaults.
         return self.tensors[name].ndim > 0 and leaf == max(sizes, key=lambda n: sizes[n])
+
+
+def _in_order(index: torch.Tensor) -> bool:
+    """Whether the group of each input is that of its place, groups being of one size."""
+    if index.ndim != 1 or index.is_floating_point() or not index.numel():
+        return False
+    size = int((index == 0).sum())
+    return size > 0 and torch.equal(index.long(), torch.arange(len(index), device=index.device) // size)
 
 
 def _misfit(

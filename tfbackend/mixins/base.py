@@ -46,6 +46,7 @@ class Base(nn.Module):
         self.config = vllm_config.model_config.hf_config
         self.model_config = vllm_config.model_config
         self.quant_config = vllm_config.quant_config
+        adapt.settle_blocks(vllm_config)
         self.context = adapt.build_context(vllm_config)
         self.ledger: Ledger | None = None
         self._build(prefix)

@@ -9,6 +9,8 @@ from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 
+from tfbackend.graph.interface import LAYERS
+
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
 class Decoder(nn.Module):
@@ -22,10 +24,12 @@ class Decoder(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.keywords: dict[str, Any] = {}
+        self._repeated: list[Any] = []
 
     def serve(self, base: nn.Module, keywords: dict[str, Any]) -> None:
         """Attach the base model and the constant keywords of its calls."""
         self.__dict__["base"], self.keywords = base, keywords
+        self._repeated = [module for module in base.modules() if hasattr(module, LAYERS)]
 
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
@@ -37,6 +41,11 @@ class Decoder(nn.Module):
         else:
             assert input_ids is not None
             inputs["input_ids"] = input_ids.unsqueeze(0)
+        for module in self._repeated:
+            module.attention_calls = 0
         output = self.base(**inputs, position_ids=positions.unsqueeze(0), **self.keywords)
+        for module in self._repeated:
+            if module.attention_calls != len(module.attention_layers):
+                raise RuntimeError("attention was called less often than when it was planned")
         hidden: torch.Tensor = output[0]
         return hidden.squeeze(0)

@@ -17,11 +17,16 @@ _OWN_SCOPE = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lam
 
 def only_call(trace: Trace, source: ForwardSource, child: str) -> tuple[fx.Node, ast.Call] | str:
     """The one call `self.<child>(x)` of the forward, as graph node and as expression; or why it is not to be had."""
-    nodes = trace.calls(child)
+    if len(uses := source.self_uses(child)) > 1 and len(trace.calls(child)) == 1:
+        return f"{child} is used at {len(uses)} places of the source, one of them was traced"
+    return traced_call(trace, source, child)
+
+
+def traced_call(trace: Trace, source: ForwardSource, child: str) -> tuple[fx.Node, ast.Call] | str:
+    """The one call `self.<child>(x)` that was traced; there may be uses in branches that were not."""
+    nodes, uses = trace.calls(child), source.self_uses(child)
     if len(nodes) != 1:
         return f"{child} is called {len(nodes)} times"
-    if len(uses := source.self_uses(child)) != 1:
-        return f"{child} is used at {len(uses)} places of the source, one of them was traced"
     node = nodes[0]
     if len(node.args) != 1 or node.kwargs:
         return f"{child} is called with more than one argument"
@@ -29,7 +34,7 @@ def only_call(trace: Trace, source: ForwardSource, child: str) -> tuple[fx.Node,
         call = source.expression(node.meta["span"])
     except SourceError as error:
         return str(error)
-    if not isinstance(call, ast.Call) or call.func is not uses[0]:
+    if not isinstance(call, ast.Call) or not any(call.func is use for use in uses):
         return f"{child} is not called as self.{child}(...)"
     for around in source.scope_of(call):
         if isinstance(around, _OWN_SCOPE):

@@ -17,6 +17,7 @@ RULES: dict[str, str] = {
     "headless": "The model is served without a language-modelling head",
     "other-stage": "Another pipeline stage has the layer that this tensor belongs to",
     "unused-cache-scale": "The engine keeps no scale of this kind for its KV cache",
+    "ordered-group-index": "The index says that the quantizer took its groups in order, as the engine does",
     "zero-bias": "The quantizer wrote a bias of zeros for a layer that has no bias",
 }
 """Id of each rule -> the sentence that is true whenever it is used."""

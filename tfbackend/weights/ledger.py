@@ -196,7 +196,10 @@ class Ledger:
         """The whole ledger as plain values that json can write."""
         return {
             "placed": {
-                target: [{"shard": shard, "tensors": list(p.origins)} for shard, p in places.items()]
+                target: [
+                    {"shard": shard, "tensors": list(p.origins)} | ({"transposed": True} if p.transposed else {})
+                    for shard, p in places.items()
+                ]
                 for target, places in self._placed.items()
                 if places
             },

@@ -10,6 +10,7 @@ from torch import nn
 
 from tfbackend.errors import PlanConflictError
 from tfbackend.fusers.base import Rewrite
+from tfbackend.weights.clearing import cleared_rows
 from tfbackend.weights.conversion import Conversions
 from tfbackend.weights.drops import DropRules, drop
 from tfbackend.weights.gathering import Gathering
@@ -75,6 +76,7 @@ class WeightMap:
         self._quantized = quantized
         self._places = _Places(plan)
         self._ties = _ties(model, plan, self._states)
+        self._cleared = {join(plan.embedding_path, "weight"): cleared_rows(model, plan.embedding_path)}
         self._names = {self._places.of(n): n for n in reversed(self._states) if n not in self._ties}
 
     @property
@@ -171,8 +173,11 @@ class WeightMap:
 
     def _placement(self, name: str, canonical: str) -> Placement:
         source = self._ties.get(canonical)
-        target, shard = self._places.of(canonical if source is None else source)
-        return Placement(target, shard, name, canonical, source)
+        own = canonical if source is None else source
+        target, shard = self._places.of(own)
+        transposed = canonical in self._states and self._places.transposed(own)
+        cleared = self._cleared.get(own, ())
+        return Placement(target, shard, name, canonical, source, transposed=transposed, cleared=cleared)
 
     def _gathered(self, name: str, spelling: str) -> Gathered | None:
         met = self._conversions.find(spelling)
@@ -193,11 +198,13 @@ class _Places:
     def __init__(self, plan: PlanLike) -> None:
         self._base, self._head = plan.base_path, plan.head_path
         self._moves: dict[str, tuple[str, Shard]] = {}
+        self._transposed: set[str] = set()
         takers: dict[tuple[str, Shard], str] = {}
         for rewrite in plan.rewrites:
             for entry in rewrite.weights:
                 source, move = join(rewrite.qualname, entry.source), (join(rewrite.qualname, entry.target), entry.shard)
                 rival = takers.setdefault(move, source)
+                self._transposed |= {join(self._base, source, "weight")} if entry.transposed else set()
                 if self._moves.setdefault(source, move) != move or rival != source:
                     raise PlanConflictError(
                         "Two rewrites disagree about where a module's weights go.",
@@ -215,6 +222,10 @@ class _Places:
             path, shard = self._moved(canonical.removeprefix(f"{base}.") if base else canonical)
             return join(BASE, path), shard
         return join(REST, canonical), None
+
+    def transposed(self, canonical: str) -> bool:
+        """Whether the tensor of this canonical name is the transpose of what its place takes."""
+        return canonical in self._transposed
 
     def _moved(self, path: str) -> tuple[str, Shard]:
         """The longest leading part of the path that a rewrite moves, moved."""

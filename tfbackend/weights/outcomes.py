@@ -25,6 +25,9 @@ class Placement:
         alias_of: canonical name of the parameter that the config ties this one to.
         sources: all checkpoint names, where a conversion joined several or split one.
         unties: the checkpoint has a tensor of its own for a tied parameter, and it differs: the tie has to go.
+        transposed: the checkpoint has the weight [in, out], the place takes it [out, in]. Only of the weight itself:
+            what quantizers write beside or in place of it is [out, in] already.
+        cleared: rows that Transformers sets to zero once they are loaded.
     """
 
     target: str
@@ -34,6 +37,8 @@ class Placement:
     alias_of: str | None = None
     sources: tuple[str, ...] = ()
     unties: bool = False
+    transposed: bool = False
+    cleared: tuple[int, ...] = ()
 
     @property
     def origins(self) -> tuple[str, ...]:
