@@ -33,9 +33,10 @@ def apply_plan(
     """
     for path, rewrites in plan.by_site.items():
         _apply_site(base, path, rewrites, f"{prefix}.{path}", context)
-        if path in plan.forwards:
+        texts = [text[path] for text in (plan.forwards, plan.methods) if path in text]
+        if texts:
             site = base.get_submodule(path)
-            site.__class__ = generate_class(type(site), plan.forwards[path], directory)
+            site.__class__ = generate_class(type(site), texts, directory)
     _bare_forwards(base, directory)
     materialise(base, context)
     return base

@@ -4,7 +4,7 @@
 
 The forward stays as it is: the interface calls `self.attn`. Heads, scale, soft cap and sinks are read from the call
 that the model makes; the window is read from what the mask hides. A keyword that changes the result and has no place in
-AttentionSpec is a Miss.
+AttentionSpec is a Miss. Attention that a model wrote out comes here through `inline_attention`, with its numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
+from tfbackend.graph.interface import InlineNumbers
 from tfbackend.graph.observe import TOKENS, AttentionCall, OwnParameter
 from tfbackend.layerspecs import AttentionSpec
 
@@ -40,20 +41,23 @@ class AttentionFuser:
         call = calls[0]
         sinks = call.keywords.get("s_aux")
         scale = call.keywords.get("scaling")
+        inline: InlineNumbers | None = call.keywords.get("inline")
         spec = AttentionSpec(
             num_heads=call.query[1],
             num_kv_heads=call.key[1],
             head_dim=call.query[3],
             v_head_dim=call.value[3],
             scale=float(scale) if scale is not None else call.query[3] ** -0.5,
-            window=call.mask.window if call.mask else None,
+            window=inline.window if inline else call.mask.window if call.mask else None,
             soft_cap=call.keywords.get("softcap"),
             sinks=sinks.name if sinks is not None else None,
+            alibi_slopes=inline.alibi_slopes if inline else None,
         )
+        rounded = "; Transformers rounds its ALiBi bias to bfloat16, which is not done here"
         return Rewrite(
             qualname=site.qualname,
             fuser=self.name,
-            summary=str(spec),
+            summary=str(spec) + (rounded if inline and inline.rounded else ""),
             children=(("attn", spec),),
             claims=match.claims,
         )
@@ -82,6 +86,8 @@ class AttentionFuser:
 
 def _keyword_problem(key: str, value: Any, heads: int) -> str:
     if value is None or key in _HARMLESS:
+        return ""
+    if key == "inline" and isinstance(value, InlineNumbers):
         return ""
     if key in ("scaling", "softcap"):
         return "" if isinstance(value, (int, float)) else f"{key} is a {type(value).__name__}, not a number"

@@ -57,7 +57,7 @@ class Repeats:
 
 def repeat(seen: Observation, first: str, path: str) -> Any:
     """Copy what is known of layer `first` and all inside it to `path`; its output, as new tensors."""
-    tables: tuple[dict[str, Any], ...] = (seen.calls, seen.outputs, seen.attention)
+    tables: tuple[dict[str, Any], ...] = (seen.calls, seen.outputs, seen.attention, seen.inline)
     for table in tables:
         for known in [*_inside(table, first)]:
             table[path + known.removeprefix(first)] = table[known]

@@ -22,10 +22,14 @@ class Decoder(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.keywords: dict[str, Any] = {}
+        self.numbered = True
 
     def serve(self, base: nn.Module, keywords: dict[str, Any]) -> None:
-        """Attach the base model and the constant keywords of its calls."""
-        self.__dict__["base"], self.keywords = base, keywords
+        """Attach the base model and the keywords of its calls; `position_ids`, where it is one, is given anew each
+        time."""
+        self.__dict__["base"] = base
+        self.keywords = {name: value for name, value in keywords.items() if name != "position_ids"}
+        self.numbered = "position_ids" in keywords
 
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
@@ -37,6 +41,8 @@ class Decoder(nn.Module):
         else:
             assert input_ids is not None
             inputs["input_ids"] = input_ids.unsqueeze(0)
-        output = self.base(**inputs, position_ids=positions.unsqueeze(0), **self.keywords)
+        if self.numbered:
+            inputs["position_ids"] = positions.unsqueeze(0)
+        output = self.base(**inputs, **self.keywords)
         hidden: torch.Tensor = output[0]
         return hidden.squeeze(0)

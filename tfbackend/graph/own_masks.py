@@ -1,0 +1,140 @@
+"""Windows of modules that hide tokens by themselves, found by looking at all of the mask that may ever be used.
+
+A mask that Transformers makes is asked what it hides (see masks.py). One that a module keeps, or makes in its forward,
+can only be seen at work: its softmax is run over as many tokens as the engine accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from tfbackend.graph.inline import InlineError
+from tfbackend.graph.kinds import branches_on, own_state
+from tfbackend.graph.masks import MaskWindow
+from tfbackend.graph.observe import TOKENS
+from tfbackend.graph.query import SOFTMAX
+from tfbackend.graph.rehearsal import Enough, Rehearsal
+
+_LARGEST = 1 << 28
+"""Scores over all heads that are looked at; 1 GiB of float32."""
+
+
+def own_windows(rehearsal: Rehearsal, heads: Mapping[str, int], tokens: int) -> dict[str, int | str | None]:
+    """Path -> the window of that module, None for all earlier tokens; or a text, why it has none.
+
+    Args:
+        heads: path -> number of heads.
+        tokens: the longest context there is.
+    """
+    if max(heads.values()) * tokens * tokens > _LARGEST:
+        return dict.fromkeys(heads, f"it has a mask of its own, of which {tokens} tokens are too many to look at")
+    groups = _groups(rehearsal, [*heads])
+    found: dict[int, int | str | None] = {}
+
+    def visit(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        path = rehearsal.paths[id(module)]
+        if groups[path] not in found:
+            with _Watch() as watch:
+                module.forward(*args, **kwargs)
+            found[groups[path]] = watch.window()
+        if len(found) == len(set(groups.values())):
+            raise Enough
+        return tree_map(lambda x: _blank(x, tokens), rehearsal.seen.outputs[path])
+
+    rehearsal.run(dict.fromkeys(heads, visit), seed=1, hiding=False, tokens=tokens)
+    return {path: found[group] for path, group in groups.items()}
+
+
+def _groups(rehearsal: Rehearsal, paths: list[str]) -> dict[str, int]:
+    """Modules of one number hide the same: same attributes, layer numbers aside, and same values in their buffers."""
+    patterns: list[tuple[type, Any, dict[str, torch.Tensor]]] = []
+    numbers = {}
+    for path in paths:
+        module = rehearsal.twin.get_submodule(path)
+        state, buffers = own_state(module, _layer_numbers(module, path)), dict(module.named_buffers())
+        for number, (cls, other, others) in enumerate(patterns):
+            if cls is type(module) and state == other and all(torch.equal(buffers[n], others[n]) for n in buffers):
+                numbers[path] = number
+                break
+        else:
+            numbers[path] = len(patterns)
+            patterns.append((type(module), state, buffers))
+    return numbers
+
+
+def _layer_numbers(module: nn.Module, path: str) -> tuple[str, ...]:
+    """Attributes that hold the number of the layer and are no more than handed to the cache."""
+    numbers = {int(part) for part in path.split(".") if part.isdigit()}
+    cls: Any = type(module)
+    named = [name for name, value in vars(module).items() if type(value) is int and value in numbers]
+    return tuple(name for name in named if not branches_on(cls, name))
+
+
+def _blank(x: Any, tokens: int) -> Any:
+    """Zeros in the shape of x for so many tokens, in the memory of one."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.zeros(1).expand([tokens if size == TOKENS else size for size in x.shape])
+
+
+class _Watch(TorchFunctionMode):
+    """Notes what the one softmax of a forward leaves visible, for all heads alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visible: list[torch.Tensor] = []
+        self.uneven = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and look at its result where it is a softmax."""
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in SOFTMAX:
+            heads = result.flatten(0, -3) > 0
+            self.visible.append(heads[0])
+            self.uneven |= not all(torch.equal(head, heads[0]) for head in heads)
+        return result
+
+    def window(self) -> int | str | None:
+        """What was seen, as a window."""
+        if len(self.visible) != 1 or self.uneven:
+            return "its heads hide different tokens"
+        return window_of(self.visible[0])
+
+
+def window_of(visible: torch.Tensor) -> int | str | None:
+    """The window of a square of what is visible, None where it is plainly causal; a text where it is neither."""
+    tokens = visible.shape[0]
+    window = int(visible[-1].sum())
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
+    if not torch.equal(visible, (distance >= 0) & (distance < max(window, 1))):
+        return "what it hides is neither causal nor a sliding window"
+    return None if window == tokens else window
+
+
+def combined(own: int | None, given: int | None) -> int | None:
+    """The window under two masks."""
+    return min((w for w in (own, given) if w is not None), default=None)
+
+
+def given_window(rehearsal: Rehearsal, path: str) -> MaskWindow | None:
+    """What the masks hide that this module is given; None where the model makes none.
+
+    A mask that the model has changed on the way is told by its values only: then all that were made must be alike.
+
+    Raises:
+        InlineError: they are not, or one cannot be served.
+    """
+    masks, (args, kwargs) = rehearsal.seen.masks, rehearsal.seen.calls[path][0]
+    own = [masks[id(x)][1] for x in (*args, *kwargs.values()) if id(x) in masks]
+    windows = set(own or (window for _, window in masks.values()))
+    if any(isinstance(window, str) for window in windows):
+        raise InlineError(next(window for window in windows if isinstance(window, str)))
+    if len(windows) > 1:
+        raise InlineError("its mask is made of one of several that the model has")
+    return next((window for window in windows if isinstance(window, MaskWindow)), None)
