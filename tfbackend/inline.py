@@ -25,6 +25,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tfbackend.graph.alike import representatives
 from tfbackend.graph.inline import FRAMED, InlineAttention, InlineError, find_inline, layouts, measure, shared_heads
 from tfbackend.graph.interface import RUN_ERRORS, InlineNumbers, answering
 from tfbackend.graph.kinds import tampered
@@ -96,25 +97,34 @@ class _Adoption:
 
     def __init__(self, base: nn.Module, seen: Observation, serving: ServingSpec, directory: Path) -> None:
         self.base, self.seen, self.serving, self.directory = base, seen, serving, directory
-        self.rehearsal = Rehearsal(base, seen)
         self.done = Inlined()
-        self.known: dict[InlineNumbers, InlineNumbers] = {}
 
     def run(self) -> Inlined:
         """What is to be done with every module that the run saw weighing tokens against tokens."""
         paths = [path for path in self.seen.inline if not self._left(path, self._outward_problem(path))]
+        speakers = representatives(self.base, paths, self.seen)
+        self.rehearsal = Rehearsal(self.base, self.seen, skipped=paths)
         try:
-            looks = [self._look(paths, seed=seed, hiding=seed == 3) for seed in (1, 2, 3)]
-            paths = [path for path in paths if path not in self.done.problems]
-            own = {p: looks[0][p].query.shape[1] for p in paths if not bool(looks[0][p].visible.all())}
-            windows = own_windows(self.rehearsal, own, self._longest()) if own else {}
-            for path in paths:
-                self._adopt(path, looks[0][path], looks[1][path], looks[2][path], windows.get(path))
-            self._prove()
+            self._adopt_all([path for path in paths if speakers[path] == path])
         except RUN_ERRORS as error:
-            for path in self.seen.inline:
+            for path in paths:
                 self._left(path, f"it does not run by itself: {type(error).__name__}: {error}")
-        return self.done
+        done = self.done
+        for path, speaker in speakers.items():
+            if speaker in done.methods:
+                done.methods[path], done.numbers[path] = done.methods[speaker], done.numbers[speaker]
+            elif speaker in done.problems:
+                done.problems[path] = done.problems[speaker]
+        return done
+
+    def _adopt_all(self, paths: list[str]) -> None:
+        looks = [self._look(paths, seed=seed, hiding=seed == 3) for seed in (1, 2, 3)]
+        paths = [path for path in paths if path not in self.done.problems]
+        own = {path: looks[0][path].query.shape[1] for path in paths if not bool(looks[0][path].visible.all())}
+        windows = own_windows(self.rehearsal, own, self._longest()) if own else {}
+        for path in paths:
+            self._adopt(path, looks[0][path], looks[1][path], looks[2][path], windows.get(path))
+        self._prove()
 
     def _longest(self) -> int:
         """The longest context that can come: what the engine accepts, or what the model has positions for."""
@@ -177,7 +187,7 @@ class _Adoption:
             self._left(path, str(error))
             return
         self.done.methods[path] = text
-        self.done.numbers[path] = self.known.setdefault(numbers, numbers)
+        self.done.numbers[path] = numbers
 
     def _prove(self) -> None:
         """Run each cut module beside its original, with an attention in plain torch."""

@@ -217,7 +217,7 @@ def measure(one: InlineAttention, two: InlineAttention) -> Measured:
     seen = one.visible & two.visible & torch.ones_like(one.visible).tril()
     logits, products = one.logits.double() - two.logits.double(), one.products - two.products
     moved, by = logits[seen], products[seen]
-    scale = ((moved @ by) / (by @ by)).item()
+    scale = _plain(((moved @ by) / (by @ by)).item())
     if not (moved - scale * by).abs().max() <= _EXACT * moved.abs().max():
         raise InlineError("its scores are no multiple of query times key, something added aside")
     added = torch.where(seen, one.logits.double() - scale * one.products, 0.0)
@@ -238,7 +238,12 @@ def _slopes(added: torch.Tensor, seen: torch.Tensor, size: float) -> tuple[tuple
     if off > _ROUNDED * added.abs().max().item():
         raise InlineError("what it adds to the scores does not grow evenly with the distance of two tokens")
     rounded = off > _EXACT * size
-    return tuple(float(f"{slope:.7g}") for slope in slopes.tolist()), rounded
+    return tuple(map(_plain, slopes.tolist())), rounded
+
+
+def _plain(measured: float) -> float:
+    """The number to the digits that float32 can be trusted with."""
+    return float(f"{measured:.7g}")
 
 
 def shared_heads(inline: InlineAttention) -> int:

@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from tfbackend.graph.inline import InlineError
-from tfbackend.graph.kinds import branches_on, own_state
 from tfbackend.graph.masks import MaskWindow
-from tfbackend.graph.observe import TOKENS
 from tfbackend.graph.query import SOFTMAX
-from tfbackend.graph.rehearsal import Enough, Rehearsal
+from tfbackend.graph.rehearsal import Rehearsal
 
 _LARGEST = 1 << 28
 """Scores over all heads that are looked at; 1 GiB of float32."""
@@ -34,53 +31,17 @@ def own_windows(rehearsal: Rehearsal, heads: Mapping[str, int], tokens: int) -> 
     """
     if max(heads.values()) * tokens * tokens > _LARGEST:
         return dict.fromkeys(heads, f"it has a mask of its own, of which {tokens} tokens are too many to look at")
-    groups = _groups(rehearsal, [*heads])
-    found: dict[int, int | str | None] = {}
+    found: dict[str, int | str | None] = {}
 
     def visit(module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = rehearsal.paths[id(module)]
-        if groups[path] not in found:
-            with _Watch() as watch:
-                module.forward(*args, **kwargs)
-            found[groups[path]] = watch.window()
-        if len(found) == len(set(groups.values())):
-            raise Enough
-        return tree_map(lambda x: _blank(x, tokens), rehearsal.seen.outputs[path])
+        with _Watch() as watch:
+            module.forward(*args, **kwargs)
+        found[path] = watch.window()
+        return rehearsal.blank(path, tokens)
 
     rehearsal.run(dict.fromkeys(heads, visit), seed=1, hiding=False, tokens=tokens)
-    return {path: found[group] for path, group in groups.items()}
-
-
-def _groups(rehearsal: Rehearsal, paths: list[str]) -> dict[str, int]:
-    """Modules of one number hide the same: same attributes, layer numbers aside, and same values in their buffers."""
-    patterns: list[tuple[type, Any, dict[str, torch.Tensor]]] = []
-    numbers = {}
-    for path in paths:
-        module = rehearsal.twin.get_submodule(path)
-        state, buffers = own_state(module, _layer_numbers(module, path)), dict(module.named_buffers())
-        for number, (cls, other, others) in enumerate(patterns):
-            if cls is type(module) and state == other and all(torch.equal(buffers[n], others[n]) for n in buffers):
-                numbers[path] = number
-                break
-        else:
-            numbers[path] = len(patterns)
-            patterns.append((type(module), state, buffers))
-    return numbers
-
-
-def _layer_numbers(module: nn.Module, path: str) -> tuple[str, ...]:
-    """Attributes that hold the number of the layer and are no more than handed to the cache."""
-    numbers = {int(part) for part in path.split(".") if part.isdigit()}
-    cls: Any = type(module)
-    named = [name for name, value in vars(module).items() if type(value) is int and value in numbers]
-    return tuple(name for name in named if not branches_on(cls, name))
-
-
-def _blank(x: Any, tokens: int) -> Any:
-    """Zeros in the shape of x for so many tokens, in the memory of one."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    return torch.zeros(1).expand([tokens if size == TOKENS else size for size in x.shape])
+    return found
 
 
 class _Watch(TorchFunctionMode):
@@ -95,7 +56,7 @@ class _Watch(TorchFunctionMode):
         """Run `func`, and look at its result where it is a softmax."""
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") in SOFTMAX:
-            heads = result.flatten(0, -3) > 0
+            heads = (result.flatten(0, -3) if result.dim() > 2 else result[None]) > 0
             self.visible.append(heads[0])
             self.uneven |= not all(torch.equal(head, heads[0]) for head in heads)
         return result

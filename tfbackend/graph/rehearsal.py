@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,15 +26,20 @@ _SPREAD = 0.5
 """Standard deviation of what modules with weights give; no softmax of products of such numbers runs into its ends."""
 
 
-class Enough(Exception):
+class _Enough(Exception):
     """Raised by a visit that needs no more of the run."""
 
 
 class Rehearsal:
-    """A twin of a base model whose weights are left out."""
+    """A twin of a base model whose weights are left out.
 
-    def __init__(self, base: nn.Module, seen: Observation) -> None:
-        self.twin, self.seen = copy.deepcopy(base).float(), seen
+    Args:
+        seen: a run of the model on meta tensors.
+        skipped: paths of modules that are not run but give zeros, unless they are visited.
+    """
+
+    def __init__(self, base: nn.Module, seen: Observation, skipped: Collection[str] = ()) -> None:
+        self.twin, self.seen, self.skipped = copy.deepcopy(base).float(), seen, frozenset(skipped)
         self.paths = {id(module): path for path, module in self.twin.named_modules()}
         generator = torch.Generator().manual_seed(7)
         for module in self.twin.modules():
@@ -44,7 +49,7 @@ class Rehearsal:
                     module._parameters[name] = nn.Parameter(drawn, requires_grad=False)
 
     def run(self, visits: Mapping[str, Visit], *, seed: int, hiding: bool, tokens: int = TOKENS) -> None:
-        """One forward over `tokens` tokens.
+        """One forward over `tokens` tokens, up to the last visit.
 
         Args:
             visits: what to do instead of calling the modules at these paths.
@@ -59,17 +64,23 @@ class Rehearsal:
         with torch.no_grad(), masks_for(self.twin.config, hiding=hiding), self._calls(visits, seed, tokens):
             try:
                 self.twin(input_ids=ids, **keywords)
-            except Enough:
+            except _Enough:
                 return
 
     @contextmanager
     def _calls(self, visits: Mapping[str, Visit], seed: int, tokens: int) -> Iterator[None]:
-        original = nn.Module.__call__
+        original, left = nn.Module.__call__, set(visits)
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.paths.get(id(module))
             if path is not None and path in visits:
-                return visits[path](module, args, kwargs)
+                output = visits[path](module, args, kwargs)
+                left.discard(path)
+                if not left:
+                    raise _Enough
+                return output
+            if path in self.skipped:
+                return self.blank(path, tokens)
             if path is None or not _holds_weights_only(module):
                 return original(module, *args, **kwargs)
             return self._drawn(path, seed, tokens)
@@ -79,6 +90,16 @@ class Rehearsal:
             yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    def blank(self, path: str, tokens: int = TOKENS) -> Any:
+        """Zeros in the shape of what a module gives, in the memory of one."""
+
+        def zeros(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            return torch.zeros(1).expand([tokens if size == TOKENS else size for size in x.shape])
+
+        return tree_map(zeros, self.seen.outputs[path])
 
     def _drawn(self, path: str, seed: int, tokens: int) -> Any:
         """The same for the same path and seed, in whatever order modules are called."""
