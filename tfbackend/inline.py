@@ -26,7 +26,16 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tfbackend.graph.alike import representatives
-from tfbackend.graph.inline import FRAMED, InlineAttention, InlineError, find_inline, layouts, measure, shared_heads
+from tfbackend.graph.inline import (
+    FRAMED,
+    InlineAttention,
+    InlineError,
+    Measured,
+    find_inline,
+    layouts,
+    measure,
+    shared_heads,
+)
 from tfbackend.graph.interface import RUN_ERRORS, InlineNumbers, answering
 from tfbackend.graph.kinds import tampered
 from tfbackend.graph.observe import Observation
@@ -118,13 +127,30 @@ class _Adoption:
         return done
 
     def _adopt_all(self, paths: list[str]) -> None:
-        looks = [self._look(paths, seed=seed, hiding=seed == 3) for seed in (1, 2, 3)]
-        paths = [path for path in paths if path not in self.done.problems]
-        own = {path: looks[0][path].query.shape[1] for path in paths if not bool(looks[0][path].visible.all())}
-        windows = own_windows(self.rehearsal, own, self._longest()) if own else {}
+        one, two, masked = (self._look(paths, seed=seed, hiding=seed == 3) for seed in (1, 2, 3))
+        measured: dict[str, Measured] = {}
         for path in paths:
-            self._adopt(path, looks[0][path], looks[1][path], looks[2][path], windows.get(path))
+            if path not in self.done.problems:
+                with self._leaving(path):
+                    measured[path] = measure(one[path], two[path])
+        slopes = {
+            path: found.slopes or (0.0,) * one[path].query.shape[1]
+            for path, found in measured.items()
+            if not bool(one[path].visible.all())
+        }
+        windows = own_windows(self.rehearsal, slopes, self._longest()) if slopes else {}
+        for path, found in measured.items():
+            with self._leaving(path):
+                self._adopt(path, found, masked[path], windows.get(path))
         self._prove()
+
+    @contextmanager
+    def _leaving(self, path: str) -> Iterator[None]:
+        """Leave the module as it is if what is done meanwhile finds a reason to."""
+        try:
+            yield
+        except (InlineError, SourceError) as error:
+            self._left(path, str(error))
 
     def _longest(self) -> int:
         """The longest context that can come: what the engine accepts, or what the model has positions for."""
@@ -166,28 +192,14 @@ class _Adoption:
         self.rehearsal.run(dict.fromkeys(paths, visit), seed=seed, hiding=hiding)
         return found
 
-    def _adopt(
-        self,
-        path: str,
-        one: InlineAttention,
-        two: InlineAttention,
-        masked: InlineAttention,
-        own: int | str | None,
-    ) -> None:
-        try:
-            if isinstance(own, str):
-                raise InlineError(own)
-            given = given_window(self.rehearsal, path)
-            measured = measure(one, two)
-            window = combined(own, given.window if given else None)
-            _check_visible(masked, window)
-            numbers = InlineNumbers(measured.scale, window, measured.slopes, measured.rounded)
-            text = _cut_text(type(self.base.get_submodule(path)), masked)
-        except (InlineError, SourceError) as error:
-            self._left(path, str(error))
-            return
-        self.done.methods[path] = text
-        self.done.numbers[path] = numbers
+    def _adopt(self, path: str, measured: Measured, masked: InlineAttention, own: int | str | None) -> None:
+        if isinstance(own, str):
+            raise InlineError(own)
+        given = given_window(self.rehearsal, path)
+        window = combined(own, given.window if given else None)
+        _check_visible(masked, window)
+        self.done.methods[path] = _cut_text(type(self.base.get_submodule(path)), masked)
+        self.done.numbers[path] = InlineNumbers(measured.scale, window, measured.slopes, measured.rounded)
 
     def _prove(self) -> None:
         """Run each cut module beside its original, with an attention in plain torch."""

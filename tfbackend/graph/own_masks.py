@@ -6,6 +6,7 @@ can only be seen at work: its softmax is run over as many tokens as the engine a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,57 +16,90 @@ from torch.overrides import TorchFunctionMode
 
 from tfbackend.graph.inline import InlineError
 from tfbackend.graph.masks import MaskWindow
-from tfbackend.graph.query import SOFTMAX
+from tfbackend.graph.query import SDPA, SOFTMAX
 from tfbackend.graph.rehearsal import Rehearsal
 
 _LARGEST = 1 << 28
 """Scores over all heads that are looked at; 1 GiB of float32."""
 
 
-def own_windows(rehearsal: Rehearsal, heads: Mapping[str, int], tokens: int) -> dict[str, int | str | None]:
+def own_windows(
+    rehearsal: Rehearsal, slopes: Mapping[str, tuple[float, ...]], tokens: int
+) -> dict[str, int | str | None]:
     """Path -> the window of that module, None for all earlier tokens; or a text, why it has none.
 
     Args:
-        heads: path -> number of heads.
+        slopes: path -> ALiBi slope of each head, 0 where it has none: far tokens are not hidden for being far.
         tokens: the longest context there is.
     """
-    if max(heads.values()) * tokens * tokens > _LARGEST:
-        return dict.fromkeys(heads, f"it has a mask of its own, of which {tokens} tokens are too many to look at")
+    if max(map(len, slopes.values())) * tokens * tokens > _LARGEST:
+        return dict.fromkeys(slopes, f"it has a mask of its own, of which {tokens} tokens are too many to look at")
     found: dict[str, int | str | None] = {}
 
     def visit(module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = rehearsal.paths[id(module)]
-        with _Watch() as watch:
+        with _Watch(slopes[path]) as watch:
             module.forward(*args, **kwargs)
         found[path] = watch.window()
         return rehearsal.blank(path, tokens)
 
-    rehearsal.run(dict.fromkeys(heads, visit), seed=1, hiding=False, tokens=tokens)
+    rehearsal.run(dict.fromkeys(slopes, visit), seed=1, hiding=False, tokens=tokens)
     return found
 
 
 class _Watch(TorchFunctionMode):
     """Notes what the one softmax of a forward leaves visible, for all heads alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, slopes: tuple[float, ...]) -> None:
         super().__init__()
+        self.slopes = torch.tensor(slopes)[:, None, None]
         self.visible: list[torch.Tensor] = []
         self.uneven = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, and look at its result where it is a softmax."""
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in SOFTMAX:
-            heads = (result.flatten(0, -3) if result.dim() > 2 else result[None]) > 0
-            self.visible.append(heads[0])
-            self.uneven |= not all(torch.equal(head, heads[0]) for head in heads)
-        return result
+        """Run `func`, and look at what it weighs where it is a softmax or an attention of torch's."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in SOFTMAX:
+            self._look(args[0] if args else kwargs["input"])
+        elif name == SDPA:
+            self._look(_mask_of(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _look(self, scores: torch.Tensor) -> None:
+        scores = scores.flatten(0, -3) if scores.dim() > 3 else scores
+        if self.slopes.any():
+            places = torch.arange(scores.shape[-1])
+            scores = scores + self.slopes * (places[:, None] - places[None, :])
+        heads = scores.softmax(-1) > 0
+        self.visible.append(heads[0])
+        self.uneven |= not all(torch.equal(head, heads[0]) for head in heads)
 
     def window(self) -> int | str | None:
         """What was seen, as a window."""
         if len(self.visible) != 1 or self.uneven:
             return "its heads hide different tokens"
         return window_of(self.visible[0])
+
+
+def _mask_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    """What scaled_dot_product_attention adds to its scores, [heads, tokens, tokens]."""
+    tokens = query.shape[-2]
+    if is_causal:
+        attn_mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if attn_mask is None:
+        return torch.zeros(1, tokens, tokens)
+    added = (
+        torch.zeros(attn_mask.shape).masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else attn_mask
+    )
+    return added if added.dim() > 2 else added[None]
 
 
 def window_of(visible: torch.Tensor) -> int | str | None:
