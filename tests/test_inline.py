@@ -7,11 +7,15 @@ import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from tests.sites import DIM, HEADS, WIDTH, OneSite, heads
+from tfbackend.errors import UnsupportedModelError
 from tfbackend.graph.observe import observe
 from tfbackend.inline import behind_interface
 from tfbackend.layerspecs import AttentionSpec
+from tfbackend.meta import build
+from tfbackend.plan import draft_plan, make_plan
 from tfbackend.serving import ServingSpec
 
 LENGTH = 40
@@ -313,3 +317,108 @@ def test_left_alone_with_the_reason(cls):
 def test_a_mask_too_large_to_look_at_is_left_alone():
     done, _ = inlined(Matmul, max_model_len=1 << 16)
     assert "too many to look at" in done.problems["site"]
+
+
+def spec_of(model_type, **fields):
+    """The attention of every layer of a small model, by what the plan says."""
+    plan = make_plan(build(CONFIG_MAPPING[model_type](**fields), torch.float32), ServingSpec(max_model_len=64))
+    return [spec for _, spec in plan.attention]
+
+
+def bias_of(model_type, heads, tokens):
+    """What Transformers' own function adds to the scores of the last token, from its own place on: [heads, tokens]."""
+    if model_type == "mpt":
+        from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+        bias = build_mpt_alibi_tensor(heads, tokens)[:, 0]
+    else:
+        from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+        bias = build_alibi_tensor(torch.ones(1, tokens), heads, torch.float32)[:, 0]
+    return bias - bias[:, -1:]
+
+
+BLOOM = {"hidden_size": 96, "n_layer": 1, "vocab_size": 64}
+MPT = {"d_model": 96, "n_layers": 1, "vocab_size": 64, "max_seq_len": 64}
+
+
+@pytest.mark.parametrize(("model_type", "fields", "heads"), [
+    ("bloom", BLOOM | {"n_head": 4}, 4),
+    ("bloom", BLOOM | {"n_head": 6}, 6),
+    ("mpt", MPT | {"n_heads": 4}, 4),
+    ("mpt", MPT | {"n_heads": 6}, 6),
+])  # fmt: skip
+def test_slopes_are_those_that_transformers_adds(model_type, fields, heads):
+    tokens = 30
+    (spec,) = spec_of(model_type, **fields)
+    distance = torch.arange(tokens - 1, -1, -1)
+    ours = -torch.tensor(spec.alibi_slopes)[:, None] * distance
+    torch.testing.assert_close(ours, bias_of(model_type, heads, tokens), rtol=1e-5, atol=1e-5)
+    assert spec.scale == pytest.approx((96 // heads) ** -0.5)
+
+
+def test_windows_of_a_module_of_its_own_mask():
+    fields = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
+    specs = spec_of("gpt_neo", **fields, attention_types=[[["global", "local"], 2]], window_size=9)
+    assert [spec.window for spec in specs] == [None, 9, None, 9]
+    assert [spec.scale for spec in specs] == [1.0] * 4
+
+
+def test_a_window_longer_than_the_context_is_none():
+    fields = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
+    specs = spec_of("gpt_neo", **fields, attention_types=[[["local"], 2]], window_size=100)
+    assert [spec.window for spec in specs] == [None, None]
+
+
+FALCON = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(("fields", "kv_heads"), [
+    ({"multi_query": True}, 1),
+    ({"multi_query": False, "num_kv_heads": 4}, 4),
+    ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+])  # fmt: skip
+def test_heads_that_share_keys_and_values(fields, kv_heads):
+    (spec,) = spec_of("falcon", **FALCON, **fields)
+    assert (spec.num_heads, spec.num_kv_heads, spec.alibi_slopes) == (4, kv_heads, None)
+
+
+def test_the_layers_of_a_model_share_one_proof_and_keep_their_own_numbers():
+    """A bias of one layer's own, the class and its attributes the same."""
+    with init_empty_weights(include_buffers=False):
+        base = Base([Baddbmm(), Baddbmm()])
+    base.eval()
+    base.others[0].slopes = base.others[0].slopes * 2
+    with behind_interface(base, observe(base), ServingSpec(max_model_len=LENGTH)) as done:
+        assert done.problems == {}
+    first, second = done.numbers["site"].alibi_slopes, done.numbers["others.0"].alibi_slopes
+    assert second == pytest.approx([2 * slope for slope in first], rel=1e-5)
+
+
+def test_several_ranks_are_refused_by_name():
+    meta = build(CONFIG_MAPPING["bloom"](**BLOOM, n_head=4), torch.float32)
+    with pytest.raises(UnsupportedModelError, match=r"cannot be shared out.*counts the heads"):
+        make_plan(meta, ServingSpec(tp_size=2, max_model_len=64))
+
+
+def test_what_is_left_is_refused_by_name():
+    fields = {"d_model": 64, "n_layer": 1, "n_head": 4, "d_head": 16, "d_inner": 64, "vocab_size": 64}
+    _, refusals = draft_plan(build(CONFIG_MAPPING["xlnet"](**fields), torch.float32), ServingSpec(max_model_len=64))
+    words = [str(refusal) for refusal in refusals]
+    assert any("writes its attention out by itself" in text and "layer.0.rel_attn" in text for text in words)
+
+
+def test_masks_are_made_only_where_the_model_cannot_go_without():
+    for model_type, fields, masked in (("mpt", MPT | {"n_heads": 4}, True), ("bloom", BLOOM | {"n_head": 4}, False)):
+        meta = build(CONFIG_MAPPING[model_type](**fields), torch.float32)
+        assert make_plan(meta, ServingSpec(max_model_len=64)).masked is masked
+
+
+def test_other_fusers_see_the_call():
+    """Query, key and value of attention in a helper are merged as anybody's, and the texts of both methods are kept."""
+    fields = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 64, "rotary_dim": 8, "n_positions": 64}
+    plan = make_plan(build(CONFIG_MAPPING["gptj"](**fields), torch.float32), ServingSpec(max_model_len=64))
+    assert plan.counts["qkv"] == 1
+    assert "self.qkv_proj(hidden_states)" in plan.forwards["h.0.attn"]
+    assert "inline_attention(self, query, key, value)" in plan.methods["h.0.attn"]
+    assert "softmax" not in plan.methods["h.0.attn"]

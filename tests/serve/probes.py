@@ -36,3 +36,17 @@ def parameter_count(model: Any) -> int:
 def model_class(model: Any) -> str:
     """The full name of the class that serves."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def lose_slopes(model: Any) -> None:
+    """Let every ALiBi slope be 0."""
+    for module in model.modules():
+        if getattr(getattr(module, "impl", None), "alibi_slopes", None) is not None:
+            module.impl.alibi_slopes = module.impl.alibi_slopes * 0
+
+
+def lose_windows(model: Any) -> None:
+    """Let every token see all before it."""
+    for module in model.modules():
+        if hasattr(module, "impl"):
+            module.impl.sliding_window = -1

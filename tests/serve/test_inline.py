@@ -67,25 +67,13 @@ def test_prefix_caching_and_chunks(harness: Harness, name: str) -> None:
     distances are those of the engine, not of the call."""
     shared, *tails = make_prompts(lengths=(3 * BLOCK + 5, 9, 20), seed=12)
     args = {"enable_prefix_caching": True, "block_size": BLOCK, "max_num_batched_tokens": BLOCK + 8}
-    first, second = [shared + tails[0]], [shared + tails[1], shared, tails[0]]
+    first, second = [shared + tails[0], *tails], [shared + tails[1], shared, tails[0]]
     served, verdicts = _serve(harness, name, first, second, engine_args=args)
     assert all(verdict.equal for verdict in verdicts), verdicts
     assert served.batches[1].cached[:2] == [3 * BLOCK, 3 * BLOCK]
 
 
-def _without_slopes(model: Any) -> None:
-    for module in model.modules():
-        if getattr(getattr(module, "impl", None), "alibi_slopes", None) is not None:
-            module.impl.alibi_slopes = module.impl.alibi_slopes * 0
-
-
-def _without_windows(model: Any) -> None:
-    for module in model.modules():
-        if hasattr(module, "impl"):
-            module.impl.sliding_window = -1
-
-
-@pytest.mark.parametrize(("name", "fault"), [("bloom", _without_slopes), ("gpt_neo", _without_windows)])
+@pytest.mark.parametrize(("name", "fault"), [("bloom", probes.lose_slopes), ("gpt_neo", probes.lose_windows)])
 def test_a_lost_number_shows(harness: Harness, name: str, fault: Any) -> None:
     """Or nothing above would tell whether slopes and windows are used at all."""
     _, (verdict,) = _serve(harness, name, make_prompts(), prepare=fault)
