@@ -106,6 +106,20 @@ class FarAway(Baddbmm):
         self.slopes = self.slopes * 16
 
 
+class Rounded(Written):
+    """A bias in bfloat16, which the first places do not show."""
+
+    def attend(self, q, k, v):
+        n = q.shape[2]
+        bias = (self.slopes[:, None].bfloat16() * (self.places[:n] * 9).bfloat16()).float()
+        s = q @ k.transpose(-1, -2) + bias[:, None]
+        return s.masked_fill(~self.seen[:n, :n], -1e9).softmax(-1) @ v
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.full((HEADS,), 0.25)
+
+
 class Einsum(Written):
     def attend(self, q, k, v):
         n = q.shape[2]
@@ -199,6 +213,12 @@ def test_found_and_measured(cls):
     assert "softmax" not in done.methods["site"]
 
 
+@pytest.mark.parametrize(("cls", "rounded"), [(Rounded, True), (Baddbmm, False), (FarAway, False)])
+def test_a_bias_that_is_rounded_is_told(cls, rounded):
+    done, _ = inlined(cls)
+    assert done.numbers["site"].rounded is rounded
+
+
 class BetweenHeads(Written):
     """Mixes the weights of heads."""
 
@@ -222,6 +242,16 @@ class Curved(Written):
     def attend(self, q, k, v):
         n = q.shape[2]
         far = (self.places[:n, None] - self.places[None, :n]) ** 2
+        s = q @ k.transpose(-1, -2) - 0.1 * far
+        return s.masked_fill(~self.seen[:n, :n], -1e9).softmax(-1) @ v
+
+
+class Flat(Written):
+    """A bias that stops growing at a distance of 12."""
+
+    def attend(self, q, k, v):
+        n = q.shape[2]
+        far = (self.places[:n, None] - self.places[None, :n]).clamp(max=12.0)
         s = q @ k.transpose(-1, -2) - 0.1 * far
         return s.masked_fill(~self.seen[:n, :n], -1e9).softmax(-1) @ v
 
@@ -295,6 +325,7 @@ LEFT = {
     BetweenHeads: "weights go through",
     Capped: "no multiple of query times key",
     Curved: "does not grow evenly",
+    Flat: "far tokens does not grow as it does for near ones",
     Bidirectional: "neither causal nor a sliding window",
     Holes: "neither causal nor a sliding window",
     HeadsDiffer: "heads hide different tokens",
@@ -339,6 +370,7 @@ def bias_of(model_type, heads, tokens):
 
 
 BLOOM = {"hidden_size": 96, "n_layer": 1, "vocab_size": 64}
+FALCON = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 MPT = {"d_model": 96, "n_layers": 1, "vocab_size": 64, "max_seq_len": 64}
 
 
@@ -357,6 +389,14 @@ def test_slopes_are_those_that_transformers_adds(model_type, fields, heads):
     assert spec.scale == pytest.approx((96 // heads) ** -0.5)
 
 
+@pytest.mark.parametrize(("length", "noted"), [(256, False), (600, True)])
+def test_the_plan_says_where_transformers_rounds(length, noted):
+    """FalconModel multiplies slopes and places in bfloat16, which is exact up to 256."""
+    meta = build(CONFIG_MAPPING["falcon"](**FALCON, alibi=True, multi_query=False), torch.float32)
+    plan = make_plan(meta, ServingSpec(max_model_len=length))
+    assert [("bfloat16" in r.summary) for r in plan.rewrites if r.fuser == "attention"] == [noted]
+
+
 def test_windows_of_a_module_of_its_own_mask():
     fields = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
     specs = spec_of("gpt_neo", **fields, attention_types=[[["global", "local"], 2]], window_size=9)
@@ -368,9 +408,6 @@ def test_a_window_longer_than_the_context_is_none():
     fields = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "max_position_embeddings": 64}
     specs = spec_of("gpt_neo", **fields, attention_types=[[["local"], 2]], window_size=100)
     assert [spec.window for spec in specs] == [None, None]
-
-
-FALCON = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 
 
 @pytest.mark.parametrize(("fields", "kv_heads"), [

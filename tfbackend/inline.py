@@ -31,6 +31,7 @@ from tfbackend.graph.inline import (
     InlineAttention,
     InlineError,
     Measured,
+    check_rises,
     find_inline,
     layouts,
     measure,
@@ -39,7 +40,7 @@ from tfbackend.graph.inline import (
 from tfbackend.graph.interface import RUN_ERRORS, InlineNumbers, answering
 from tfbackend.graph.kinds import tampered
 from tfbackend.graph.observe import Observation
-from tfbackend.graph.own_masks import combined, given_window, own_windows, window_of
+from tfbackend.graph.own_masks import combined, given_window, long_rises, own_windows, window_of
 from tfbackend.graph.rehearsal import Rehearsal
 from tfbackend.graph.tracing import Frame, trace
 from tfbackend.layerspecs import AttentionSpec
@@ -133,6 +134,7 @@ class _Adoption:
             if path not in self.done.problems:
                 with self._leaving(path):
                     measured[path] = measure(one[path], two[path])
+        self._look_far(measured)
         slopes = {
             path: found.slopes or (0.0,) * one[path].query.shape[1]
             for path, found in measured.items()
@@ -143,6 +145,14 @@ class _Adoption:
             with self._leaving(path):
                 self._adopt(path, found, masked[path], windows.get(path))
         self._prove()
+
+    def _look_far(self, measured: dict[str, Measured]) -> None:
+        """Check the slopes over a long context: bfloat16 holds the first 256 places exactly and no more."""
+        slopes = {path: found.slopes for path, found in measured.items() if found.slopes is not None}
+        if slopes:
+            for path, (rises, size) in long_rises(self.rehearsal, slopes, self._longest()).items():
+                with self._leaving(path):
+                    measured[path] = check_rises(measured.pop(path), rises, size)
 
     @contextmanager
     def _leaving(self, path: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from itertools import product as product_of
 from typing import Any
@@ -205,7 +205,9 @@ class Measured:
     rounded: bool
 
 
-_EXACT, _ROUNDED = 1e-4, 2.0**-8
+_EXACT = 1e-4
+_ROUNDED = 2.0**-7
+"""What two numbers, each rounded to bfloat16, may be off together, relative to the larger."""
 
 
 def measure(one: InlineAttention, two: InlineAttention) -> Measured:
@@ -239,6 +241,21 @@ def _slopes(added: torch.Tensor, seen: torch.Tensor, size: float) -> tuple[tuple
         raise InlineError("what it adds to the scores does not grow evenly with the distance of two tokens")
     rounded = off > _EXACT * size
     return tuple(map(_plain, slopes.tolist())), rounded
+
+
+def check_rises(measured: Measured, rises: torch.Tensor, size: float) -> Measured:
+    """Whether the slopes hold over a long context too, `rises` [heads, tokens] up to its last token.
+
+    Raises:
+        InlineError: they do not, not even to the precision of bfloat16.
+    """
+    assert measured.slopes is not None
+    distance = torch.arange(rises.shape[-1] - 1, -1, -1).double()
+    off = (rises - torch.tensor(measured.slopes).double()[:, None] * distance).abs()
+    worst = off[~off.isnan()].max().item()
+    if worst > _ROUNDED * size:
+        raise InlineError("what it adds to the scores of far tokens does not grow as it does for near ones")
+    return replace(measured, rounded=measured.rounded or worst > _EXACT * size)
 
 
 def _plain(measured: float) -> float:

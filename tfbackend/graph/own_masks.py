@@ -47,13 +47,43 @@ def own_windows(
     return found
 
 
-class _Watch(TorchFunctionMode):
-    """Notes what the one softmax of a forward leaves visible, for all heads alike."""
+def long_rises(
+    rehearsal: Rehearsal, slopes: Mapping[str, tuple[float, ...]], tokens: int
+) -> dict[str, tuple[torch.Tensor, float]]:
+    """Path -> (what the last of `tokens` tokens adds to its own score over those of the others, [heads, tokens], and
+    how large the added numbers are), as far as memory lets one look.
 
-    def __init__(self, slopes: tuple[float, ...]) -> None:
+    Where all weights give 0 nothing but what is added to the scores is left of them.
+    """
+    tokens = min(tokens, int((_LARGEST / 2 / max(map(len, slopes.values()))) ** 0.5))
+    found: dict[str, tuple[torch.Tensor, float]] = {}
+
+    def visit(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        path = rehearsal.paths[id(module)]
+        with _Watch(None) as watch:
+            module.forward(*args, **kwargs)
+        row = watch.scores[0].double()
+        seen = row > _HIDDEN
+        found[path] = (row[:, -1:] - row).where(seen, torch.nan), row[seen].abs().max().item()
+        return rehearsal.blank(path, tokens)
+
+    rehearsal.run(dict.fromkeys(slopes, visit), seed=1, hiding=False, tokens=tokens, spread=0.0)
+    return found
+
+
+_HIDDEN = -9e3
+"""Scores below this are hidden; -1e4 is the least that models hide with."""
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the last row of scores of the one softmax of a forward, and, given the slopes of a bias, what is visible to
+    all heads alike."""
+
+    def __init__(self, slopes: tuple[float, ...] | None) -> None:
         super().__init__()
-        self.slopes = torch.tensor(slopes)[:, None, None]
+        self.slopes = None if slopes is None else torch.tensor(slopes)[:, None, None]
         self.visible: list[torch.Tensor] = []
+        self.scores: list[torch.Tensor] = []
         self.uneven = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,6 +97,9 @@ class _Watch(TorchFunctionMode):
 
     def _look(self, scores: torch.Tensor) -> None:
         scores = scores.flatten(0, -3) if scores.dim() > 3 else scores
+        self.scores.append(scores[:, -1].clone())
+        if self.slopes is None:
+            return
         if self.slopes.any():
             places = torch.arange(scores.shape[-1])
             scores = scores + self.slopes * (places[:, None] - places[None, :])

@@ -48,27 +48,30 @@ class Rehearsal:
                     drawn = torch.randn(parameter.shape, generator=generator) * _SPREAD
                     module._parameters[name] = nn.Parameter(drawn, requires_grad=False)
 
-    def run(self, visits: Mapping[str, Visit], *, seed: int, hiding: bool, tokens: int = TOKENS) -> None:
+    def run(
+        self, visits: Mapping[str, Visit], *, seed: int, hiding: bool, tokens: int = TOKENS, spread: float = _SPREAD
+    ) -> None:
         """One forward over `tokens` tokens, up to the last visit.
 
         Args:
             visits: what to do instead of calling the modules at these paths.
             seed: of the random numbers.
             hiding: whether masks are the model's; else they hide nothing.
+            spread: standard deviation of the random numbers.
 
         Raises:
             anything that the model's code raises.
         """
         ids = torch.zeros((1, tokens), dtype=torch.long)
         keywords = call_keywords(self.twin, torch.arange(tokens)[None])
-        with torch.no_grad(), masks_for(self.twin.config, hiding=hiding), self._calls(visits, seed, tokens):
+        with torch.no_grad(), masks_for(self.twin.config, hiding=hiding), self._calls(visits, seed, tokens, spread):
             try:
                 self.twin(input_ids=ids, **keywords)
             except _Enough:
                 return
 
     @contextmanager
-    def _calls(self, visits: Mapping[str, Visit], seed: int, tokens: int) -> Iterator[None]:
+    def _calls(self, visits: Mapping[str, Visit], seed: int, tokens: int, spread: float) -> Iterator[None]:
         original, left = nn.Module.__call__, set(visits)
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +86,7 @@ class Rehearsal:
                 return self.blank(path, tokens)
             if path is None or not _holds_weights_only(module):
                 return original(module, *args, **kwargs)
-            return self._drawn(path, seed, tokens)
+            return self._drawn(path, seed, tokens, spread)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
@@ -101,7 +104,7 @@ class Rehearsal:
 
         return tree_map(zeros, self.seen.outputs[path])
 
-    def _drawn(self, path: str, seed: int, tokens: int) -> Any:
+    def _drawn(self, path: str, seed: int, tokens: int, spread: float) -> Any:
         """The same for the same path and seed, in whatever order modules are called."""
         mark = hashlib.sha256(f"{seed} {path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(mark[:6], "big"))
@@ -110,7 +113,7 @@ class Rehearsal:
             if not isinstance(x, torch.Tensor):
                 return x
             shape = [tokens if size == TOKENS else size for size in x.shape]
-            return torch.randn(shape, generator=generator) * _SPREAD if x.is_floating_point() else torch.zeros(shape)
+            return torch.randn(shape, generator=generator) * spread if x.is_floating_point() else torch.zeros(shape)
 
         return tree_map(draw, self.seen.outputs[path])
 
