@@ -13,6 +13,7 @@ from tests.sites import DIM, HEADS, WIDTH, OneSite, heads
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.graph.observe import observe
 from tfbackend.inline import behind_interface
+from tfbackend.inspection.diffs import forward_diffs
 from tfbackend.layerspecs import AttentionSpec
 from tfbackend.meta import build
 from tfbackend.plan import draft_plan, make_plan
@@ -430,6 +431,17 @@ def test_the_layers_of_a_model_share_one_proof_and_keep_their_own_numbers():
         assert done.problems == {}
     first, second = done.numbers["site"].alibi_slopes, done.numbers["others.0"].alibi_slopes
     assert second == pytest.approx([2 * slope for slope in first], rel=1e-5)
+
+
+def test_inspect_shows_what_was_cut():
+    """From the method that held the attention, and from the text that Transformers has."""
+    fields = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}
+    meta = build(CONFIG_MAPPING["openai-gpt"](**fields), torch.float32)
+    (diff,) = forward_diffs(meta, make_plan(meta, ServingSpec(max_model_len=64)))
+    assert (diff.cls, diff.sites) == ("Attention", ("h.0-1.attn",))
+    assert "modeling_openai.py" in diff.place
+    assert "-    w = torch.matmul(q, k)" in diff.text
+    assert "+    outputs = [inline_attention(self, q, k.transpose(-1, -2), v)]" in diff.text
 
 
 def test_several_ranks_are_refused_by_name():

@@ -53,6 +53,10 @@ _TOLERANCE, _ROUNDED = 2e-5, 2e-2
 the second."""
 
 
+_LENGTHS = ("max_position_embeddings", "max_seq_len", "n_positions", "max_sequence_length")
+"""How configs call the number of positions that the model has tables for."""
+
+
 @dataclass(frozen=True)
 class Inlined:
     """What was done.
@@ -165,8 +169,8 @@ class _Adoption:
     def _longest(self) -> int:
         """The longest context that can come: what the engine accepts, or what the model has positions for."""
         config = getattr(self.base, "config", None)
-        positions = getattr(config, "max_position_embeddings", None)
-        return min(self.serving.max_model_len, positions if isinstance(positions, int) else self.serving.max_model_len)
+        lengths = [getattr(config, name, None) for name in _LENGTHS]
+        return min([self.serving.max_model_len, *(n for n in lengths if isinstance(n, int))])
 
     def _left(self, path: str, problem: str) -> bool:
         """Note why a module stays as it is, if there is a reason."""
