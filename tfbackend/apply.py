@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tfbackend.fusers.base import Rewrite
 from tfbackend.layers.build import build_layer, local_sizes
 from tfbackend.layers.context import BuildContext
-from tfbackend.layerspecs import FixedRopeSpec, LayerSpec
+from tfbackend.layerspecs import FixedRopeSpec, GrownTableSpec, LayerSpec
 from tfbackend.plan import Plan
 from tfbackend.source.buffers import buffers_as_locals
 from tfbackend.source.forward import SourceError, forward_source, generate_class
@@ -48,6 +48,8 @@ def _apply_site(base: nn.Module, path: str, rewrites: tuple[Rewrite, ...], prefi
     for rewrite in rewrites:
         if isinstance(rewrite.layer, FixedRopeSpec):
             _fix_rope(site, rewrite.layer)
+        elif isinstance(rewrite.layer, GrownTableSpec):
+            rewrite.layer.grow(site)
         elif rewrite.layer is not None:
             setattr(parent, name, build_layer(rewrite.layer, prefix, context, site))
         for child in rewrite.removes:

@@ -315,8 +315,30 @@ class FixedRopeSpec:
         return f"rotary frequencies fixed for {self.max_len} tokens{note}"
 
 
+@dataclass(frozen=True)
+class GrownTableSpec:
+    """A module that makes its table anew for calls of more tokens than it has rows, called with `tokens` beforehand.
+
+    `args` are the arguments of that call, a shape for each tensor of positions.
+    """
+
+    tokens: int
+    args: tuple[object, ...]
+
+    def grow(self, module: nn.Module) -> torch.Tensor:
+        """Make the call, on the CPU, at the first positions."""
+        with torch.no_grad(), torch.device("cpu"):
+            given = [torch.arange(math.prod(x)).view(x) % 7 if isinstance(x, tuple) else x for x in self.args]
+            made: torch.Tensor = module(*given)
+            return made
+
+    def __str__(self) -> str:
+        return f"table made for {self.tokens} tokens at once"
+
+
 LayerSpec = (
     FixedRopeSpec
+    | GrownTableSpec
     | LinearSpec
     | MergedLinearSpec
     | QKVSpec

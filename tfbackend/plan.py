@@ -354,7 +354,7 @@ class _Planner:
             return denied
         if fuser.name != "attention" and (problem := tampered(site.module)):
             return Miss(fuser.name, site.qualname, f"left as it is: {problem}", near=fuser.name == "linear")
-        per_site = fuser.name in ("embedding", "attention", "fixed_rope")
+        per_site = fuser.name in ("embedding", "attention", "fixed_rope", "grown_table")
         slot = (fuser.name, (site.qualname,) if per_site else key, site.taken, self._styles_of(site))
         match = self.matches.get(slot)
         if match is None:

@@ -35,6 +35,7 @@ from tfbackend.layerspecs import (
     AttentionSpec,
     EmbeddingSpec,
     FixedRopeSpec,
+    GrownTableSpec,
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
@@ -146,7 +147,7 @@ def _is_proof(key: str) -> bool:
 def _needs_no_proof(rewrite: Rewrite) -> bool:
     """A linear for a linear, frequencies that are only held still, and an attention layer behind an unchanged call,
     have no two sides to compare."""
-    if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec)):
+    if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec, GrownTableSpec)):
         return True
     return rewrite.fuser == "attention"
 

@@ -51,7 +51,7 @@ def test_served_as_transformers_does(harness: Harness, name: str) -> None:
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "mpt"])
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "mpt", "openai-gpt", "xglm"])
 def test_compiled(harness: Harness, name: str) -> None:
     args = {"enforce_eager": False}
     served, (verdict,) = _serve(

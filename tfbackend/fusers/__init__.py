@@ -8,6 +8,7 @@ from tfbackend.fusers.embedding import EmbeddingFuser
 from tfbackend.fusers.experts import ExpertsFuser
 from tfbackend.fusers.fixed_rope import FixedRopeFuser
 from tfbackend.fusers.glu import GLUFuser
+from tfbackend.fusers.grown_table import GrownTableFuser
 from tfbackend.fusers.linear import LinearFuser
 from tfbackend.fusers.merged_column import MergedColumnFuser
 from tfbackend.fusers.norm import NormFuser
@@ -23,6 +24,7 @@ FUSERS: tuple[Fuser, ...] = (
     GLUFuser(),
     MergedColumnFuser(),
     FixedRopeFuser(),
+    GrownTableFuser(),
     ExpertsFuser(),
     NormFuser(),
     EmbeddingFuser(),
