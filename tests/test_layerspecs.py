@@ -14,6 +14,7 @@ from tfbackend.layerspecs import (
     AttentionSpec,
     EmbeddingSpec,
     FixedRopeSpec,
+    GrownTableSpec,
     LinearSpec,
     MergedLinearSpec,
     NormSpec,
@@ -109,6 +110,17 @@ def test_attention_equals_the_textbook(window, cap, groups):
             torch.testing.assert_close(got[0, token, head], weights @ v[0, head // groups, first : token + 1])
 
 
+def test_alibi_takes_a_slope_for_each_token_between():
+    heads, tokens, dim, slopes = 2, 5, 8, (0.5, 0.03)
+    q, k, v = (torch.randn(1, heads, tokens, dim) for _ in range(3))
+    got = AttentionSpec(heads, heads, dim, dim, 0.3, window=4, alibi_slopes=slopes).reference()(q, k, v)
+    for head in range(heads):
+        for token in range(tokens):
+            seen = range(max(0, token - 3), token + 1)
+            scores = torch.stack([q[0, head, token] @ k[0, head, t] * 0.3 - slopes[head] * (token - t) for t in seen])
+            torch.testing.assert_close(got[0, token, head], scores.softmax(0) @ v[0, head, list(seen)])
+
+
 def test_a_sink_takes_its_share_and_gives_nothing():
     q = k = torch.zeros(1, 1, 1, 4)
     v = torch.ones(1, 1, 1, 4)
@@ -148,6 +160,7 @@ def test_embedding_scales_after_the_look_up():
             "attention 4/2 heads of 8, scale 0.5, window 16, soft cap 2, sinks sinks",
         ),
         (EmbeddingSpec(4, 2, 3.0), "vocabulary embedding 4x2, scaled by 3"),
+        (GrownTableSpec(64, ((1, 64),)), "table made for 64 tokens at once"),
         (FixedRopeSpec(64, True), "rotary frequencies fixed for 64 tokens"),
         (ActMulSpec("silu"), "silu-and-mul"),
     ],

@@ -5,9 +5,17 @@ import math
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, OPTConfig, Qwen2Config, Qwen2MoeConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+)
 
-from tfbackend.errors import ConfigError, TfbackendError, UnsupportedModelError
+from tfbackend.errors import ConfigError, TfbackendError
 from tfbackend.graph.observe import observe
 from tfbackend.meta import INTERFACE_NAME, build, check_config, load_config
 
@@ -165,10 +173,14 @@ def test_a_config_whose_layers_differ_in_a_size_is_checked_layer_by_layer():
 
 
 @pytest.mark.parametrize("model_type", ["gptj", "falcon", "gpt_neo"])
-def test_models_with_attention_classes_of_their_own_are_refused_by_name(model_type):
-    config = CONFIG_MAPPING[model_type]()
-    with pytest.raises(UnsupportedModelError, match="attention classes of its own"):
-        build(config, torch.float32)
+def test_models_with_attention_classes_of_their_own_are_built_with_the_plainest(model_type):
+    """Their tables of classes have no entry for us; afterwards masks and dispatch are ours all the same."""
+    with torch.device("meta"):
+        eager = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](), attn_implementation="eager")
+    meta = build(CONFIG_MAPPING[model_type](), torch.float32)
+    assert [type(m) for m in meta.model.modules()] == [type(m) for m in eager.modules()]
+    assert meta.model.config._attn_implementation == INTERFACE_NAME
+    assert {m.config._attn_implementation for m in meta.model.modules() if hasattr(m, "config")} == {INTERFACE_NAME}
 
 
 def test_a_padding_token_is_not_looked_for():

@@ -3,16 +3,18 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tfbackend.errors import VersionError
-from tfbackend.plugin import _CLASSES, check_versions
+from tfbackend.plugin import _CLASSES, _admit, check_versions
 
 vllm_registry = pytest.importorskip("vllm.model_executor.models.registry")
 
 CHECK = """
 import os, sys, time
+from types import SimpleNamespace
 import vllm
 from vllm.model_executor.models.registry import ModelRegistry
 from tfbackend.plugin import register
@@ -20,15 +22,30 @@ from tfbackend.plugin import register
 def where():
     return ModelRegistry.models["TransformersForCausalLM"].module_name
 
+def resolved(architecture, backend):
+    config = SimpleNamespace(hf_config=SimpleNamespace(auto_map=None), model_impl="transformers")
+    config._get_transformers_backend_cls = lambda: backend
+    try:
+        return ModelRegistry._try_resolve_transformers(architecture, config)
+    except ValueError as error:
+        return str(error)
+
 os.environ["TFBACKEND_DISABLE"] = "1"
+original = type(ModelRegistry)._try_resolve_transformers
 register()
 print("disabled", where())
+print("untouched", type(ModelRegistry)._try_resolve_transformers is original)
+print("bloom-disabled", resolved("BloomForCausalLM", "TransformersForCausalLM"))
 del os.environ["TFBACKEND_DISABLE"]
 start = time.perf_counter()
 register()
 print("took", time.perf_counter() - start)
+once = type(ModelRegistry)._try_resolve_transformers
 register()
 print("registered", where())
+print("wrapped-once", type(ModelRegistry)._try_resolve_transformers is once)
+print("bloom", resolved("BloomForCausalLM", "TransformersForCausalLM"))
+print("bloom-pooling", resolved("BloomForCausalLM", "TransformersForSequenceClassification"))
 print("imported", [name for name in ("tfbackend.models", "tfbackend.plan") if name in sys.modules])
 print("devices", __import__("torch").cuda.is_initialized())
 """
@@ -53,6 +70,37 @@ def test_registers_by_name_twice_and_at_once(said):
 
 def test_disabled_leaves_vllms_own_backend(said):
     assert said["disabled"].startswith("vllm.")
+
+
+def test_models_that_write_attention_out_are_admitted_to_our_classes_only(said):
+    refused = "The Transformers implementation of 'BloomForCausalLM' is not compatible with vLLM."
+    assert said["bloom"] == "TransformersForCausalLM"
+    assert said["bloom-pooling"] == refused, "it would get a class of vLLM's own, which cannot serve it"
+    assert said["wrapped-once"] == "True"
+    assert said["bloom-disabled"] == refused
+    assert said["untouched"] == "True"
+
+
+def test_compatibility_is_claimed_no_longer_than_it_takes_to_resolve():
+    from transformers import BloomForCausalLM
+
+    class Registry:
+        fails = False
+
+        def _try_resolve_transformers(self, architecture, model_config):
+            if self.fails:
+                raise ValueError(architecture)
+            return BloomForCausalLM.is_backend_compatible()
+
+    _admit(Registry)
+    ours, theirs = (SimpleNamespace(_get_transformers_backend_cls=lambda n=n: n) for n in (_CLASSES[0], "Other"))
+    registry = Registry()
+    assert registry._try_resolve_transformers("Bloom", ours) is True
+    assert registry._try_resolve_transformers("Bloom", theirs) is False
+    registry.fails = True
+    with pytest.raises(ValueError, match="Bloom"):
+        registry._try_resolve_transformers("Bloom", ours)
+    assert BloomForCausalLM.is_backend_compatible() is False
 
 
 def test_classes_are_those_of_models():

@@ -70,6 +70,8 @@ SIGNATURES = {
     "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_prefix orig_to_new_stacked",
     "vllm.compilation.decorators:support_torch_compile": "dynamic_arg_dims",
     "vllm.model_executor.models.registry:ModelRegistry.register_model": "model_arch model_cls",
+    "vllm.model_executor.models.registry:ModelRegistry._try_resolve_transformers": "architecture model_config",
+    "vllm.v1.attention.backend:AttentionImpl": "alibi_slopes sliding_window",
 }
 
 
@@ -100,6 +102,18 @@ def test_attention_interface_and_masks_of_transformers():
     assert list(inspect.signature(masking_utils.find_packed_sequence_indices).parameters) == ["position_ids"]
     mask = inspect.signature(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]).parameters
     assert {"q_length", "kv_length", "mask_function"} <= set(mask)
+
+
+def test_registry_asks_what_the_plugin_answers():
+    """plugin.py has a class of Transformers say yes while vLLM resolves to a class of ours."""
+    from transformers import PreTrainedModel
+    from vllm.config import ModelConfig
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    source = inspect.getsource(inspect.unwrap(type(ModelRegistry)._try_resolve_transformers))
+    assert ".is_backend_compatible()" in source
+    assert isinstance(vars(PreTrainedModel)["is_backend_compatible"], classmethod)
+    assert [*inspect.signature(ModelConfig._get_transformers_backend_cls).parameters] == ["self"]
 
 
 def test_soft_cap_is_applied_before_the_scale():

@@ -26,6 +26,7 @@ def serving_spec(config: VllmConfig) -> ServingSpec:
         ep=parallel.enable_expert_parallel,
         quantization=model.quantization,
         max_model_len=model.max_model_len,
+        max_tokens=config.scheduler_config.max_num_batched_tokens,
         device=config.device_config.device_type,
         compiled=config.compilation_config.mode != CompilationMode.NONE,
     )

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tfbackend.fusers.base import Rewrite
 from tfbackend.layers.build import build_layer, local_sizes
 from tfbackend.layers.context import BuildContext
-from tfbackend.layerspecs import FixedRopeSpec, LayerSpec
+from tfbackend.layerspecs import FixedRopeSpec, GrownTableSpec, LayerSpec
 from tfbackend.plan import Plan
 from tfbackend.source.buffers import buffers_as_locals
 from tfbackend.source.forward import SourceError, forward_source, generate_class
@@ -33,9 +33,10 @@ def apply_plan(
     """
     for path, rewrites in plan.by_site.items():
         _apply_site(base, path, rewrites, f"{prefix}.{path}", context)
-        if path in plan.forwards:
+        texts = [text[path] for text in (plan.forwards, plan.methods) if path in text]
+        if texts:
             site = base.get_submodule(path)
-            site.__class__ = generate_class(type(site), plan.forwards[path], directory)
+            site.__class__ = generate_class(type(site), texts, directory)
     _bare_forwards(base, directory)
     materialise(base, context)
     return base
@@ -47,6 +48,8 @@ def _apply_site(base: nn.Module, path: str, rewrites: tuple[Rewrite, ...], prefi
     for rewrite in rewrites:
         if isinstance(rewrite.layer, FixedRopeSpec):
             _fix_rope(site, rewrite.layer)
+        elif isinstance(rewrite.layer, GrownTableSpec):
+            rewrite.layer.grow(site)
         elif rewrite.layer is not None:
             setattr(parent, name, build_layer(rewrite.layer, prefix, context, site))
         for child in rewrite.removes:

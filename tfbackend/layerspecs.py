@@ -246,6 +246,8 @@ class AttentionSpec:
         window: how many latest tokens, itself included, a token sees; None for all.
         soft_cap: cap * tanh(score / cap) on the scaled scores; None for no cap.
         sinks: attribute of the site that holds one sink logit per head, or None.
+        alibi_slopes: per head over all ranks, what is taken off a score for each token that the key is farther; or
+            None.
     """
 
     num_heads: int
@@ -256,6 +258,7 @@ class AttentionSpec:
     window: int | None = None
     soft_cap: float | None = None
     sinks: str | None = None
+    alibi_slopes: tuple[float, ...] | None = None
 
     @property
     def cached_dim(self) -> int:
@@ -272,7 +275,8 @@ class AttentionSpec:
         parts = [f"attention {self.num_heads}/{self.num_kv_heads} heads of {widths}, scale {self.scale:.4g}"]
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
-        return ", ".join(parts + ([f"sinks {self.sinks}"] if self.sinks else []))
+        parts += [f"sinks {self.sinks}"] if self.sinks else []
+        return ", ".join(parts + (["ALiBi"] if self.alibi_slopes else []))
 
 
 class _ReferenceAttention(nn.Module):
@@ -292,6 +296,8 @@ class _ReferenceAttention(nn.Module):
         if spec.soft_cap:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
+        if spec.alibi_slopes is not None:
+            scores = scores - torch.tensor(spec.alibi_slopes)[:, None, None] * distance
         hidden = (distance < 0) | (distance >= (spec.window or math.inf))
         scores = scores.masked_fill(hidden, -math.inf)
         if sinks is not None:
@@ -317,8 +323,30 @@ class FixedRopeSpec:
         return f"rotary frequencies fixed for {self.max_len} tokens{note}"
 
 
+@dataclass(frozen=True)
+class GrownTableSpec:
+    """A module that makes its table anew for calls of more tokens than it has rows, called with `tokens` beforehand.
+
+    `args` are the arguments of that call, a shape for each tensor of positions.
+    """
+
+    tokens: int
+    args: tuple[object, ...]
+
+    def grow(self, module: nn.Module) -> torch.Tensor:
+        """Make the call, on the CPU, at the first positions."""
+        with torch.no_grad(), torch.device("cpu"):
+            given = [torch.arange(math.prod(x)).view(x) % 7 if isinstance(x, tuple) else x for x in self.args]
+            made: torch.Tensor = module(*given)
+            return made
+
+    def __str__(self) -> str:
+        return f"table made for {self.tokens} tokens at once"
+
+
 LayerSpec = (
     FixedRopeSpec
+    | GrownTableSpec
     | LinearSpec
     | MergedLinearSpec
     | QKVSpec

@@ -20,15 +20,21 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tfbackend.errors import ConfigError, UnsupportedModelError
 from tfbackend.graph.interface import attention_interface, experts_interface
+from tfbackend.graph.masks import mask_of_one
 from tfbackend.values import SIZES, check_numbers, check_sizes, place_of
 
 INTERFACE_NAME = "tfbackend"
 """What `config._attn_implementation` and `config._experts_implementation` are set to; Transformers' modules then call
 ours."""
+
+
+WITH_MASKS = "tfbackend-with-masks"
+"""Likewise, for models that cannot go without the masks that Transformers makes."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,14 @@ class MetaModel:
 def register_interfaces() -> None:
     """Make `tfbackend` a known implementation of attention and of experts in Transformers. Idempotent."""
     ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, attention_interface)
+    ALL_ATTENTION_FUNCTIONS.register(WITH_MASKS, attention_interface)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(WITH_MASKS, mask_of_one)
     ALL_EXPERTS_FUNCTIONS.register(INTERFACE_NAME, experts_interface)
+
+
+def give_masks(meta: MetaModel) -> None:
+    """Let Transformers make the model masks, of one element each."""
+    _set_attention(meta.model.config, WITH_MASKS)
 
 
 def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> MetaModel:
@@ -78,6 +91,7 @@ def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bo
     _restore_window(config)
     with init_empty_weights(include_buffers=False), torch.device("cpu"), _default_dtype(dtype):
         model = _instantiate(config, dtype, trust_remote_code)
+    _set_attention(model.config, INTERFACE_NAME)
     model.eval()
     _spare_the_warning(model)
     for name in ("use_cache", "output_attentions", "output_hidden_states"):
@@ -86,27 +100,42 @@ def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bo
 
 
 def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    kwargs: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
     try:
-        auto = AutoModelForCausalLM if _has_causal_class(config) else AutoModel
-        made: PreTrainedModel = auto.from_config(**kwargs)
-        return made
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
-        unknown = error.args[0] if isinstance(error, KeyError) and error.args else None
-        if unknown == INTERFACE_NAME:
-            raise UnsupportedModelError(
-                "The model chooses among attention classes of its own, and takes no other implementation.",
-                where=type(config).__name__,
-                needed="attention through Transformers' attention interface",
-                remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
-            ) from error
-        field = place_of(unknown, config.to_dict())
-        raise ConfigError(
-            f"{type(config).__name__} does not build a model: {type(error).__name__}: {error}",
-            where=f"config.json: {field}" if field else "config.json",
-            found=f"{unknown!r}, which Transformers does not know" if field else None,
-            remedy="Compare config.json with the one the model was published with",
-        ) from error
+        return _from_config(config, dtype, trust_remote_code)
+    except _BUILD_ERRORS as error:
+        if not _refuses_ours(error):
+            raise _build_error(config, error) from error
+    # The class chooses among attention classes of its own; the plainest one writes out what it does.
+    _set_attention(config, "eager")
+    try:
+        return _from_config(config, dtype, trust_remote_code)
+    except _BUILD_ERRORS as error:
+        raise _build_error(config, error) from error
+
+
+_BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError)
+
+
+def _from_config(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    auto = AutoModelForCausalLM if _has_causal_class(config) else AutoModel
+    made: PreTrainedModel = auto.from_config(config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+    return made
+
+
+def _refuses_ours(error: Exception) -> bool:
+    """Whether a class could not be built because it does not know our attention implementation."""
+    return (isinstance(error, KeyError) and error.args[:1] == (INTERFACE_NAME,)) or repr(INTERFACE_NAME) in str(error)
+
+
+def _build_error(config: PretrainedConfig, error: Exception) -> ConfigError:
+    unknown = error.args[0] if isinstance(error, KeyError) and error.args else None
+    field = place_of(unknown, config.to_dict())
+    return ConfigError(
+        f"{type(config).__name__} does not build a model: {type(error).__name__}: {error}",
+        where=f"config.json: {field}" if field else "config.json",
+        found=f"{unknown!r}, which Transformers does not know" if field else None,
+        remedy="Compare config.json with the one the model was published with",
+    )
 
 
 def _spare_the_warning(model: PreTrainedModel) -> None:
@@ -130,11 +159,15 @@ def _has_causal_class(config: PretrainedConfig) -> bool:
 
 
 def _set_interfaces(config: PretrainedConfig) -> None:
-    config._attn_implementation = INTERFACE_NAME
+    _set_attention(config, INTERFACE_NAME)
+    config.get_text_config()._experts_implementation = INTERFACE_NAME
+
+
+def _set_attention(config: PretrainedConfig, name: str) -> None:
+    config._attn_implementation = name
     text = config.get_text_config()
     if text is not config:
-        text._attn_implementation = INTERFACE_NAME
-    text._experts_implementation = INTERFACE_NAME
+        text._attn_implementation = name
 
 
 def _restore_window(config: PretrainedConfig) -> None:

@@ -20,8 +20,9 @@ from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
 from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import numbers_by_tokens
-from tfbackend.graph.observe import Observation, observe
+from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.head import HeadPlan, plan_head
+from tfbackend.inline import Inlined, behind_interface
 from tfbackend.layerspecs import COLWISE, COLWISE_GATHER, REPLICATED, ROWWISE, ROWWISE_SPLIT, AttentionSpec, QKVSpec
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
@@ -54,6 +55,9 @@ class Plan:
         head: what the head class does between the base model's output and the logits.
         base_path, embedding_path, head_path, tied: see meta.MetaModel.
         layers: path of the list of decoder layers, relative to the base model.
+        forwards: the text of every forward that changes, by site.
+        methods: likewise of another method, where attention that a model wrote out was cut from one.
+        masked: whether the model cannot go without the masks that Transformers makes.
     """
 
     architecture: str
@@ -68,6 +72,8 @@ class Plan:
     unproven: tuple[str, ...] = ()
     proofs: tuple[int, int] = (0, 0)
     forwards: Mapping[str, str] = field(default_factory=dict)
+    methods: Mapping[str, str] = field(default_factory=dict)
+    masked: bool = False
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -146,7 +152,18 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
             found=observation.problem,
             remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",
         )
-    planner = _Planner(meta, serving, observation)
+    directory = prover.directory.parent / "forwards" if prover.directory else None
+    with behind_interface(base, observation, serving, directory) as inlined:
+        if inlined.methods:
+            observation = observe(base)
+            assert not observation.problem, observation.problem
+        return _decide(meta, serving, prover, observation, inlined)
+
+
+def _decide(
+    meta: MetaModel, serving: ServingSpec, prover: Prover, observation: Observation, inlined: Inlined
+) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
+    base, planner = meta.base, _Planner(meta, serving, observation)
     rewrites, misses, unproven = _collect_proven(planner, prover)
     head, refusals = _head(meta, observation)
     plan = Plan(
@@ -162,14 +179,22 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         unproven=tuple(unproven),
         proofs=prover.counts,
     )
-    refusals += _attention_refusals(plan, observation, serving)
+    refusals += map(_inline_refusal, inlined.problems.items())
+    refusals += _attention_refusals(plan, observation, serving, inlined)
     refusals += _experts_refusals(plan, serving)
     refusals += map(_mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
         refusals.append(_positions_refusal(observation.counting[0]))
     if table := numbers_by_tokens(base, planner.vocabulary):
         refusals.append(_padding_refusal(table))
-    return replace(plan, forwards=_forwards(plan, planner.sites)), tuple(refusals)
+    forwards, methods = _forwards(plan, planner.sites), dict[str, str]()
+    for path, text in inlined.methods.items():
+        if text.startswith("def forward("):
+            forwards.setdefault(path, text)
+        else:
+            methods[path] = text
+    masked = bool(inlined.methods) and needs_masks(base)
+    return replace(plan, forwards=forwards, methods=methods, masked=masked), tuple(refusals)
 
 
 def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], list[Miss], list[str]]:
@@ -234,7 +259,18 @@ def _mixing_refusal(found: tuple[str, str]) -> UnsupportedModelError:
     )
 
 
-def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSpec) -> Iterator[UnsupportedModelError]:
+def _inline_refusal(found: tuple[str, str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "A layer writes its attention out by itself, in a way that cannot be put into an attention layer.",
+        where=found[0],
+        found=found[1],
+        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+    )
+
+
+def _attention_refusals(
+    plan: Plan, observation: Observation, serving: ServingSpec, inlined: Inlined
+) -> Iterator[UnsupportedModelError]:
     served = {path for path, _ in plan.attention}
     for path in observation.attention:
         if path not in served:
@@ -244,7 +280,7 @@ def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSp
                 where=path,
                 found="; ".join(reasons) or "no reason was given",
             )
-    if not observation.attention:
+    if not observation.attention and not inlined.problems:
         yield UnsupportedModelError(
             "No layer of the model calls Transformers' attention interface.",
             where=plan.architecture,
@@ -253,8 +289,11 @@ def _attention_refusals(plan: Plan, observation: Observation, serving: ServingSp
         )
     if serving.tp_size > 1:
         for path, _ in plan.attention:
-            if not any(isinstance(s, QKVSpec) for r in plan.by_site[path] for _, s in r.children):
+            if path in inlined.methods or not any(
+                isinstance(s, QKVSpec) for r in plan.by_site[path] for _, s in r.children
+            ):
                 reasons = [str(m) for m in plan.misses if m.qualname == path]
+                reasons = ["code that counts the heads of all ranks"] if path in inlined.methods else reasons
                 yield UnsupportedModelError(
                     "The heads of a layer cannot be shared out to tensor-parallel ranks.",
                     where=path,
@@ -331,7 +370,7 @@ class _Planner:
             return denied
         if fuser.name != "attention" and (problem := tampered(site.module)):
             return Miss(fuser.name, site.qualname, f"left as it is: {problem}", near=fuser.name == "linear")
-        per_site = fuser.name in ("embedding", "attention", "fixed_rope")
+        per_site = fuser.name in ("embedding", "attention", "fixed_rope", "grown_table")
         slot = (fuser.name, (site.qualname,) if per_site else key, site.taken, self._styles_of(site))
         match = self.matches.get(slot)
         if match is None:

@@ -4,7 +4,11 @@ device."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
 from importlib.metadata import version
+from typing import Any
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
 SUPPORTED_TRANSFORMERS = (5, 16)
@@ -29,6 +33,43 @@ def register() -> None:
         check_versions(vllm.__version__, version("transformers"))
     for name in _CLASSES:
         ModelRegistry.register_model(name, f"tfbackend.models:{name}")
+    _admit(type(ModelRegistry))
+
+
+def _admit(registry: Any) -> None:
+    """Let vLLM's registry resolve models whose classes do not name Transformers' attention interface.
+
+    It refuses them before any model class is asked, because its own backend would have nothing to serve them with.
+    Ours reads their attention from what it does, and refuses by name what it cannot serve. This is the one patch of
+    vLLM: `_try_resolve_transformers` runs with the answer "compatible" where it is about to resolve to a class of
+    ours, and as it was for all others.
+    """
+    original = registry._try_resolve_transformers
+    if getattr(original, "admits_all", False):
+        return
+
+    @wraps(original)
+    def resolve(self: Any, architecture: str, model_config: Any) -> Any:
+        if model_config._get_transformers_backend_cls() not in _CLASSES:
+            return original(self, architecture, model_config)
+        with _compatible():
+            return original(self, architecture, model_config)
+
+    vars(resolve)["admits_all"] = True
+    registry._try_resolve_transformers = resolve
+
+
+@contextmanager
+def _compatible() -> Iterator[None]:
+    """While entered, every model class of Transformers says that it is compatible."""
+    from transformers import PreTrainedModel
+
+    asked = vars(PreTrainedModel)["is_backend_compatible"]
+    PreTrainedModel.is_backend_compatible = classmethod(lambda cls: True)
+    try:
+        yield
+    finally:
+        PreTrainedModel.is_backend_compatible = asked
 
 
 def check_versions(vllm_version: str, transformers_version: str) -> None:

@@ -35,6 +35,7 @@ from tfbackend.layerspecs import (
     AttentionSpec,
     EmbeddingSpec,
     FixedRopeSpec,
+    GrownTableSpec,
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
@@ -147,7 +148,7 @@ def _is_proof(key: str) -> bool:
 def _needs_no_proof(rewrite: Rewrite) -> bool:
     """A linear for a linear, frequencies that are only held still, an attention layer behind an unchanged call and
     what only says how ranks share a linear have no two sides to compare."""
-    if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec)):
+    if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec, GrownTableSpec)):
         return not rewrite.weights
     only_says = not (rewrite.layer or rewrite.children or rewrite.edits or rewrite.attributes)
     return rewrite.fuser == "attention" or only_says

@@ -18,6 +18,7 @@ class ServingSpec:
         ep: whether experts are spread over the tensor-parallel ranks.
         quantization: name of the quantization method, or None.
         max_model_len: longest context the engine accepts, in tokens.
+        max_tokens: most tokens that one call of the model holds, of all requests together.
         device: "cpu", "cuda" ...: chooses between kernels, never between meanings.
         compiled: whether torch.compile will run over the decoder.
     """
@@ -28,5 +29,6 @@ class ServingSpec:
     ep: bool = False
     quantization: str | None = None
     max_model_len: int = 2048
+    max_tokens: int = 8192
     device: str = "cpu"
     compiled: bool = False

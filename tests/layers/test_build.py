@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.layers.variants import INVISIBLE, TABLE, close, context, inputs, live, others, ready, reference
 from tfbackend.expertspec import ExpertsSpec
-from tfbackend.layers.build import _BUILDERS, build_layer, local_sizes
+from tfbackend.layers.build import _BUILDERS, build_layer, local_sizes, own_slopes
 from tfbackend.layerspecs import (
     ActMulSpec,
     AttentionSpec,
@@ -126,6 +126,14 @@ def test_parts_come_out_where_they_were_loaded(spec, dtype):
 )
 def test_sizes_on_one_of_several_ranks(spec, ranks, sizes):
     assert local_sizes(spec, ranks) == sizes
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "wanted"), [(0, 1, [4.0, 3.0, 2.0, 1.0]), (0, 2, [4.0, 3.0]), (1, 2, [2.0, 1.0])]
+)
+def test_slopes_of_the_heads_of_a_rank(monkeypatch, rank, ranks, wanted):
+    monkeypatch.setattr("tfbackend.layers.build.get_tensor_model_parallel_rank", lambda: rank)
+    assert own_slopes((4.0, 3.0, 2.0, 1.0), ranks) == wanted
 
 
 COMPILED = [

@@ -56,3 +56,17 @@ def fixed_ropes(model: Any) -> list[tuple[bool, str]]:
 def rewrites_by_fuser(model: Any) -> dict[str, int]:
     """How many rewrites of each fuser the plan has."""
     return dict(model.plan.counts)
+
+
+def lose_slopes(model: Any) -> None:
+    """Let every ALiBi slope be 0."""
+    for module in model.modules():
+        if getattr(getattr(module, "impl", None), "alibi_slopes", None) is not None:
+            module.impl.alibi_slopes = module.impl.alibi_slopes * 0
+
+
+def lose_windows(model: Any) -> None:
+    """Let every token see all before it."""
+    for module in model.modules():
+        if hasattr(module, "impl"):
+            module.impl.sliding_window = -1

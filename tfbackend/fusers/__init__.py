@@ -8,6 +8,7 @@ from tfbackend.fusers.embedding import EmbeddingFuser
 from tfbackend.fusers.experts import ExpertsFuser
 from tfbackend.fusers.fixed_rope import FixedRopeFuser
 from tfbackend.fusers.glu import GLUFuser
+from tfbackend.fusers.grown_table import GrownTableFuser
 from tfbackend.fusers.linear import LinearFuser
 from tfbackend.fusers.linear_pair import LinearPairFuser
 from tfbackend.fusers.merged_column import MergedColumnFuser
@@ -25,6 +26,7 @@ FUSERS: tuple[Fuser, ...] = (
     LinearPairFuser(),
     MergedColumnFuser(),
     FixedRopeFuser(),
+    GrownTableFuser(),
     ExpertsFuser(),
     NormFuser(),
     EmbeddingFuser(),

@@ -7,7 +7,8 @@ model, from different places or because the model loops over its layers, it call
 turn, each with a KV cache of its own; how many calls there are must not change from one forward to the next.
 
 Heads, scale, soft cap and sinks are read from the call that the model makes; the window is read from what the mask
-hides. A keyword that changes the result and has no place in AttentionSpec is a Miss.
+hides. A keyword that changes the result and has no place in AttentionSpec is a Miss. Attention that a model wrote out
+comes here through `inline_attention`, with its numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
-from tfbackend.graph.interface import CALLS, LAYERS
+from tfbackend.graph.interface import CALLS, LAYERS, InlineNumbers
 from tfbackend.graph.observe import TOKENS, AttentionCall, OwnParameter
 from tfbackend.layerspecs import AttentionSpec
 
@@ -45,10 +46,11 @@ class AttentionFuser:
         children = tuple((name, _spec(call)) for name, call in zip(names, calls, strict=True))
         specs = list(dict.fromkeys(spec for _, spec in children))
         times = f", a layer for each of {len(calls)} calls" if len(calls) > 1 else ""
+        rounded = any(inline.rounded for call in calls if (inline := _inline(call)) is not None)
         return Rewrite(
             qualname=site.qualname,
             fuser=self.name,
-            summary="; ".join(map(str, specs)) + times,
+            summary="; ".join(map(str, specs)) + times + (_ROUNDED if rounded else ""),
             children=children,
             attributes=((LAYERS, names), (CALLS, 0)) if len(calls) > 1 else (),
             claims=frozenset(names),
@@ -81,22 +83,33 @@ def _layer_names(calls: int) -> tuple[str, ...]:
     return ("attn", *(f"attn_{number}" for number in range(2, calls + 1)))
 
 
+_ROUNDED = "; Transformers rounds its ALiBi bias to bfloat16, which is not done here"
+
+
+def _inline(call: AttentionCall) -> InlineNumbers | None:
+    numbers: InlineNumbers | None = call.keywords.get("inline")
+    return numbers
+
+
 def _spec(call: AttentionCall) -> AttentionSpec:
-    sinks, scale = call.keywords.get("s_aux"), call.keywords.get("scaling")
+    sinks, scale, inline = call.keywords.get("s_aux"), call.keywords.get("scaling"), _inline(call)
     return AttentionSpec(
         num_heads=call.query[1],
         num_kv_heads=call.key[1],
         head_dim=call.query[3],
         v_head_dim=call.value[3],
         scale=float(scale) if scale is not None else call.query[3] ** -0.5,
-        window=call.mask.window if call.mask else None,
+        window=inline.window if inline else call.mask.window if call.mask else None,
         soft_cap=call.keywords.get("softcap"),
         sinks=sinks.name if sinks is not None else None,
+        alibi_slopes=inline.alibi_slopes if inline else None,
     )
 
 
 def _keyword_problem(key: str, value: Any, heads: int) -> str:
     if value is None or key in _HARMLESS:
+        return ""
+    if key == "inline" and isinstance(value, InlineNumbers):
         return ""
     if key in ("scaling", "softcap"):
         return "" if isinstance(value, (int, float)) else f"{key} is a {type(value).__name__}, not a number"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,6 +86,36 @@ def _next_layer(module: Any) -> Any:
         raise RuntimeError(f"attention is called more than the {len(names)} times that were seen when it was planned")
     module.attention_calls = call + 1
     return getattr(module, names[call])
+
+
+@dataclass(frozen=True)
+class InlineNumbers:
+    """What attention that a model writes out by itself was found to do; see AttentionSpec for the fields.
+
+    Attributes:
+        scale: multiplies q.k before the softmax.
+        window: how many latest tokens a token sees; None for all.
+        alibi_slopes: one for each head, or None.
+        rounded: whether the original rounds its ALiBi bias to bfloat16.
+    """
+
+    scale: float
+    window: int | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    rounded: bool = False
+
+
+def inline_attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What stands where a model wrote attention out by itself: [1, heads, tokens, dim] in and out, as `value` is typed.
+
+    While planning, `module.inline_numbers` tells a recorder what the original was found to do.
+    """
+    numbers: InlineNumbers | None = getattr(module, "inline_numbers", None)
+    keywords: dict[str, Any] = {}
+    if numbers is not None:
+        keywords = {"scaling": numbers.scale, "is_causal": True, "inline": numbers}
+    output, _ = attention_interface(module, query.to(value.dtype), key.to(value.dtype), value, None, **keywords)
+    return output.transpose(1, 2)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def kind_key(module: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any
     """
     inside = []
     for name, child in module.named_modules():
-        numbers_matter = child is module and _branches_on_layer_number(type(module))  # type: ignore[arg-type]
+        numbers_matter = child is module and branches_on(type(module))  # type: ignore[arg-type]
         inside.append((name, type(child), *own_state(child, without=() if numbers_matter else (_LAYER_NUMBER,))))
     return tuple(inside), tuple(sorted({_outline(call) for call in calls}, key=repr)), len(calls)
 
@@ -73,7 +73,7 @@ def layer_key(module: nn.Module) -> KindKey:
     inside = []
     for name, child in module.named_modules():
         cls: Any = type(child)
-        without = () if _branches_on_layer_number(cls) else (_LAYER_NUMBER,)
+        without = () if branches_on(cls) else (_LAYER_NUMBER,)
         inside.append((name, type(child), *own_state(child, without=without)))
     return tuple(inside)
 
@@ -138,7 +138,7 @@ def _outline(value: Any, tensor: Callable[[torch.Tensor], Any] = lambda t: (tupl
 
 
 @lru_cache(maxsize=1024)
-def _branches_on_layer_number(cls: type[nn.Module]) -> bool:
+def branches_on(cls: type[nn.Module], attribute: str = _LAYER_NUMBER) -> bool:
     """Whether a forward does more with its layer number than to hand it to the cache, itself or through a method."""
     try:
         source = forward_source(cls)
@@ -150,11 +150,11 @@ def _branches_on_layer_number(cls: type[nn.Module]) -> bool:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "update"
         for argument in call.args
     }
-    if any(id(use) not in handed for use in source.self_uses(_LAYER_NUMBER)):
+    if any(id(use) not in handed for use in source.self_uses(attribute)):
         return True
     methods = (m for base in cls.__mro__ if base.__module__ != nn.Module.__module__ for m in vars(base).values())
     helpers = (m for m in map(_function, methods) if m is not None and m.__name__ not in ("__init__", source.name))
-    return any(_LAYER_NUMBER in m.__code__.co_names for m in helpers)
+    return any(attribute in m.__code__.co_names for m in helpers)
 
 
 def _function(member: Any) -> FunctionType | None:

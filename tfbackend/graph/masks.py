@@ -96,7 +96,10 @@ def _check_row(ask: Asker, q: int, window: int | None) -> None:
         )
 
 
-_windows: dict[int, tuple[torch.Tensor, MaskWindow | str]] = {}
+Masks = dict[int, tuple[torch.Tensor, MaskWindow | str]]
+"""id of a mask -> the mask, and what it hides or why that cannot be served."""
+
+_windows: Masks = {}
 
 
 def _tagged_mask(
@@ -111,20 +114,50 @@ def _tagged_mask(
 
 
 @contextmanager
-def masks_that_answer() -> Iterator[None]:
-    """While observing, masks are tags that know their window.
+def masks_that_answer() -> Iterator[Masks]:
+    """While observing, masks are tags that know their window. Yields what is known of those made so far.
 
     Position ids are not searched for packed sequences meanwhile: that reads values, and meta tensors have none.
     """
     search = masking_utils.find_packed_sequence_indices
+    made: Masks = {}
     ALL_MASK_ATTENTION_FUNCTIONS.register("tfbackend", _tagged_mask)
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
-        yield
+        yield made
     finally:
+        made.update(_windows)
         masking_utils.find_packed_sequence_indices = search
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop("tfbackend", None)
         _windows.clear()
+
+
+def mask_of_one(*_: Any, **keywords: Any) -> torch.Tensor:
+    """A mask [1, 1, 1, 1] for models that cannot go without one; nobody attends with it."""
+    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=keywords.get("device"))
+
+
+_OPEN = "tfbackend-open"
+
+
+@contextmanager
+def masks_for(model_config: Any, *, hiding: bool) -> Iterator[None]:
+    """While running on real numbers, masks are those of Transformers' eager attention, or hide nothing at all."""
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_OPEN, _open_mask)
+    configs = [model_config, model_config.get_text_config()] if hasattr(model_config, "get_text_config") else []
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = "eager" if hiding else _OPEN
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(_OPEN, None)
+
+
+def _open_mask(*args: Any, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
+    return torch.zeros((1, 1, q_length, kv_length))
 
 
 def read_mask(mask: Any, module: nn.Module, is_causal: Any) -> tuple[MaskWindow | None, str]:

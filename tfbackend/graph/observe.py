@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tfbackend.graph.counted import CountedTokens
 from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
-from tfbackend.graph.masks import MaskWindow, masks_that_answer, read_mask
+from tfbackend.graph.masks import Masks, MaskWindow, masks_that_answer, read_mask
+from tfbackend.graph.query import SDPA, SOFTMAX
 from tfbackend.graph.repeats import Repeats, mark, repeat, since
 
 TOKENS = 7
@@ -70,6 +72,8 @@ class Observation:
         problem: why the run ended early, "" if it did not.
         reads_values: whether it ended where the model asked for the values of a tensor, which on meta has none.
         counting: paths of modules whose query, key or value depends on a count of tokens that the model made.
+        inline: module path -> how often it weighs tokens against tokens by itself, beside the attention interface.
+        masks: what the masks of the run hide.
     """
 
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
@@ -80,6 +84,8 @@ class Observation:
     problem: str = ""
     reads_values: bool = False
     counting: list[str] = field(default_factory=list)
+    inline: dict[str, int] = field(default_factory=dict)
+    masks: Masks = field(default_factory=dict)
 
 
 def observe(base: nn.Module) -> Observation:
@@ -106,10 +112,17 @@ def observe(base: nn.Module) -> Observation:
             seen.counting.append(path)
         return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
-    with torch.no_grad(), buffers_on_meta(base), masks_that_answer(), answering(record), _calls_into(seen, base):
+    running: list[tuple[str, nn.Module]] = []
+    with (
+        torch.no_grad(),
+        buffers_on_meta(base),
+        masks_that_answer() as seen.masks,
+        answering(record),
+        _calls_into(seen, base, running),
+    ):
         inputs = model_inputs(base, torch.device("meta"))
         try:
-            with counted:
+            with counted, _InlineAttention(seen, running):
                 base(**inputs)
         except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
@@ -125,6 +138,20 @@ def _place_of(error: BaseException) -> str:
         if owner not in ("torch", "tfbackend"):
             place = f" ({Path(frame.f_code.co_filename).name}:{line})"
     return place
+
+
+def needs_masks(base: nn.Module) -> bool:
+    """Whether the model fails where Transformers makes it no masks, which an engine has no use for."""
+
+    def answer(module: nn.Module, query: torch.Tensor, key: Any, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+
+    with torch.no_grad(), buffers_on_meta(base), answering(answer):
+        try:
+            base(**model_inputs(base, torch.device("meta")))
+        except RUN_ERRORS:
+            return True
+    return False
 
 
 def model_inputs(base: nn.Module, device: torch.device) -> dict[str, Any]:
@@ -149,8 +176,25 @@ def call_keywords(base: nn.Module, positions: torch.Tensor) -> dict[str, Any]:
     return keywords
 
 
+class _InlineAttention(TorchFunctionMode):
+    """Notes which module, the innermost of `running`, weighs tokens against tokens."""
+
+    def __init__(self, seen: Observation, running: list[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self.seen, self.running = seen, running
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and count it where it is a softmax over the tokens or an attention of torch's."""
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if (name in SOFTMAX and tuple(result.shape[-2:]) == (TOKENS, TOKENS)) or name == SDPA:
+            path = next((path for path, module in reversed(self.running) if type(module) is not nn.Softmax), "")
+            self.seen.inline[path] = self.seen.inline.get(path, 0) + 1
+        return result
+
+
 @contextmanager
-def _calls_into(seen: Observation, base: nn.Module) -> Iterator[None]:
+def _calls_into(seen: Observation, base: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator[None]:
     repeats, paths = Repeats(base), {id(module): path for path, module in base.named_modules()}
     original = nn.Module.__call__
 
@@ -165,7 +209,11 @@ def _calls_into(seen: Observation, base: nn.Module) -> Iterator[None]:
         else:
             marks = mark(seen, path) if key is not None else None
             seen.calls.setdefault(path, []).append((args, kwargs))
-            output = call_on_meta(original, module, args, kwargs)
+            running.append((path, module))
+            try:
+                output = call_on_meta(original, module, args, kwargs)
+            finally:
+                running.pop()
             _note_made(seen, path, module, output)
             ran = since(seen, path, marks, output) if marks is not None else None
         seen.outputs[path] = output

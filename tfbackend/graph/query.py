@@ -13,6 +13,10 @@ SHAPE_ONLY = frozenset(
 )
 """Names of operations that move elements and change none."""
 
+SOFTMAX, SDPA = frozenset({"softmax", "_softmax", "special_softmax"}), "scaled_dot_product_attention"
+PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "baddbmm_", "einsum"})
+"""Names of operations that multiply two stacks of matrices, their last two tensor arguments."""
+
 CASTS = frozenset("to float type_as type half bfloat16 double contiguous".split())
 
 

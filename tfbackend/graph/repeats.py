@@ -28,9 +28,10 @@ class Ran:
     calls: dict[str, list[Any]]
     attention: dict[str, list[Any]]
     outputs: dict[str, Any]
+    inline: dict[str, int]
 
 
-Marks = tuple[dict[str, int], dict[str, int]]
+Marks = tuple[dict[str, int], dict[str, int], dict[str, int]]
 
 
 class Repeats:
@@ -72,17 +73,18 @@ class Repeats:
 def mark(seen: Observation, path: str) -> Marks:
     """How much is known of layer `path` and all inside it."""
     calls, attention = ({name: len(table[name]) for name in _inside(table, path)} for table in _lists(seen))
-    return calls, attention
+    return calls, attention, {name: seen.inline[name] for name in _inside(seen.inline, path)}
 
 
 def since(seen: Observation, path: str, marks: Marks, output: Any) -> Ran:
     """What was seen of one call of layer `path`, which began at `marks` and gave `output`."""
     calls, attention = (
         {name.removeprefix(path): table[name][begun.get(name, 0) :] for name in _inside(table, path)}
-        for table, begun in zip(_lists(seen), marks, strict=True)
+        for table, begun in zip(_lists(seen), marks[:2], strict=True)
     )
+    inline = {n.removeprefix(path): seen.inline[n] - marks[2].get(n, 0) for n in _inside(seen.inline, path)}
     outputs = {name.removeprefix(path): seen.outputs[name] for name in _inside(seen.outputs, path)}
-    return Ran(calls, attention, outputs | {"": output})
+    return Ran(calls, attention, outputs | {"": output}, inline)
 
 
 def repeat(seen: Observation, ran: Ran, path: str) -> Any:
@@ -90,6 +92,8 @@ def repeat(seen: Observation, ran: Ran, path: str) -> Any:
     for table, known in zip(_lists(seen), (ran.calls, ran.attention), strict=True):
         for below, entries in known.items():
             table.setdefault(path + below, []).extend(entries)
+    for below, count in ran.inline.items():
+        seen.inline[path + below] = seen.inline.get(path + below, 0) + count
     seen.outputs |= {path + below: output for below, output in ran.outputs.items()}
     return tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, ran.outputs[""])
 

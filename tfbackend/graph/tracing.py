@@ -11,10 +11,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -25,6 +25,15 @@ from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, ca
 
 Span = tuple[int, int, int, int]
 """(first line, first column, last line, last column) in the file, lines from 1, columns in bytes from 0."""
+
+
+class Frame(NamedTuple):
+    """A running function at one moment: its code, the expression it is at, and its local variables that are
+    tensors."""
+
+    code: CodeType
+    span: Span | None
+    tensors: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,17 +71,26 @@ def trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     known: Mapping[str, Any] | None = None,
+    *,
     opened: Collection[str] = (),
+    framed: frozenset[str] = frozenset(),
+    real: bool = False,
 ) -> Trace:
-    """Record `module`'s forward over the given meta arguments. Never raises for what the module does: it ends early.
+    """Record `module`'s forward over the given arguments, on meta. Never raises for what the module does.
 
-    A child whose path is in `known` does not run; the output given there is what its call returns. One whose path is in
-    `opened` is no leaf: its operations are recorded in its place.
+    It ends early then.
+
+    Args:
+        known: a child whose path is in it does not run; the output given there is what its call returns.
+        opened: a child whose path is in it is no leaf: its operations are recorded in its place.
+        framed: names of operations whose nodes get `node.meta["frames"]`, the Frames around them, innermost first.
+        real: the arguments have values, so buffers keep theirs.
     """
-    recorder = _Recorder(module, outputs=known or {}, opened=frozenset(opened))
+    recorder = _Recorder(module, outputs=known or {}, opened=frozenset(opened), framed=framed)
     forward = inspect.unwrap(type(module).forward)
     complete, ended, output = False, "", None
-    with torch.no_grad(), buffers_on_meta(module), recorder.listening(forward.__code__):
+    buffers = nullcontext() if real else buffers_on_meta(module)
+    with torch.no_grad(), buffers, recorder.listening(forward.__code__):
         try:
             output = forward(module, *args, **kwargs)
             complete = True
@@ -100,6 +118,7 @@ class _Recorder:
     module: nn.Module
     outputs: Mapping[str, Any] = field(default_factory=dict)
     opened: frozenset[str] = frozenset()
+    framed: frozenset[str] = frozenset()
     graph: fx.Graph = field(default_factory=fx.Graph)
     attention: list[fx.Node] = field(default_factory=list)
     mutations: list[fx.Node] = field(default_factory=list)
@@ -150,6 +169,8 @@ class _Recorder:
     def add(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         node = self.graph.create_node(op, target, tuple(self.as_nodes(args)), dict(self.as_nodes(kwargs)))
         node.meta["span"] = self.span()
+        if self.framed and getattr(target, "__name__", "") in self.framed:
+            node.meta["frames"] = self.frames()
         if isinstance(result, torch.Tensor):
             self.keep(result, node)
         elif result is not None:
@@ -165,13 +186,19 @@ class _Recorder:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self.code:
             frame = frame.f_back
-        if frame is None:
-            return None
-        positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-        line, end_line, column, end_column = positions
-        if line is None or end_line is None or column is None or end_column is None:
-            return None
-        return line, column, end_line, end_column
+        return None if frame is None else _span_of(frame)
+
+    def frames(self) -> tuple[Frame, ...]:
+        """Every running function from here out to the forward."""
+        frame: FrameType | None = sys._getframe(1)
+        found: list[Frame] = []
+        while frame is not None:
+            tensors = {name: x for name, x in frame.f_locals.items() if isinstance(x, torch.Tensor)}
+            found.append(Frame(frame.f_code, _span_of(frame), tensors))
+            if frame.f_code is self.code:
+                return tuple(found)
+            frame = frame.f_back
+        return ()
 
     def on_attention(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
         result = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])) if not self.active else None
@@ -184,6 +211,13 @@ class _Recorder:
         if module is self.module:
             self.attention.append(node)
         return result
+
+
+def _span_of(frame: FrameType) -> Span | None:
+    line, end_line, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    if line is None or end_line is None or column is None or end_column is None:
+        return None
+    return line, column, end_line, end_column
 
 
 def _getitem(value: Any, index: Any) -> Any:

@@ -1,14 +1,15 @@
-"""Each distinct forward that the plan edits, before and after."""
+"""Each distinct forward, or other method, that the plan edits, before and after."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 from dataclasses import dataclass
 
 from tfbackend.inspection.sizes import ranges
 from tfbackend.meta import MetaModel
 from tfbackend.plan import Plan
-from tfbackend.source.forward import forward_source
+from tfbackend.source.forward import defined_name, function_source
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class ForwardDiff:
 def forward_diffs(meta: MetaModel, plan: Plan) -> tuple[ForwardDiff, ...]:
     """In order of the first site."""
     groups: dict[tuple[type, str], list[str]] = {}
-    for path, after in plan.forwards.items():
+    for path, after in (*plan.forwards.items(), *plan.methods.items()):
         groups.setdefault((type(meta.base.get_submodule(path)), after), []).append(path)
     found = []
     for (cls, after), paths in groups.items():
-        source = forward_source(cls)
+        source = function_source(inspect.unwrap(getattr(cls, defined_name(after))))
         lines = difflib.unified_diff(
             source.text.splitlines(),
             after.splitlines(),

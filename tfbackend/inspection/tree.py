@@ -11,7 +11,7 @@ from torch import nn
 from tfbackend.fusers.base import Miss, Rewrite
 from tfbackend.inspection.layout import ServedParameter
 from tfbackend.inspection.sizes import ranges
-from tfbackend.layerspecs import AttentionSpec, FixedRopeSpec, LayerSpec, LinearSpec
+from tfbackend.layerspecs import AttentionSpec, FixedRopeSpec, GrownTableSpec, LayerSpec, LinearSpec
 from tfbackend.meta import MetaModel
 from tfbackend.plan import Plan
 from tfbackend.source.forward import SourceError, forward_source
@@ -171,7 +171,7 @@ def _proof(rewrites: Sequence[Rewrite], unproven: bool) -> str:
 
 def nothing_to_prove(rewrite: Rewrite) -> bool:
     """Whether a rewrite puts one layer for the same layer, or a layer behind a call that stays as it is."""
-    if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec)):
+    if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec, GrownTableSpec)):
         return not rewrite.weights
     specs: Sequence[LayerSpec] = [spec for _, spec in rewrite.children]
     only_says = not (rewrite.layer or specs or rewrite.edits or rewrite.attributes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import LayerNorm
@@ -148,6 +149,8 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
     extra: dict[str, Any] = {}
     if spec.sinks is not None:
         extra["sinks"] = own_sinks(site, spec.sinks, context)
+    if spec.alibi_slopes is not None:
+        extra["alibi_slopes"] = own_slopes(spec.alibi_slopes, context.tp_size)
     padded = spec.v_head_dim != spec.head_dim
     made: nn.Module = (PaddedAttention if padded else Attention)(
         spec.num_heads // context.tp_size,
@@ -168,6 +171,13 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
 
 def _experts(spec: ExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
     return experts(spec, prefix, context)
+
+
+def own_slopes(slopes: tuple[float, ...], tp_size: int) -> list[float]:
+    """The ALiBi slopes of this rank's heads."""
+    heads = len(slopes) // tp_size
+    first = get_tensor_model_parallel_rank() * heads if tp_size > 1 else 0
+    return [*slopes[first : first + heads]]
 
 
 _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {

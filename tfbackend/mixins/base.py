@@ -58,6 +58,8 @@ class Base(nn.Module):
         begun = time.perf_counter()
         self.plan: Plan = make_plan(built, adapt.serving_spec(self.vllm_config), Prover(directory / "proofs"))
         planned = time.perf_counter()
+        if self.plan.masked:
+            meta.give_masks(built)
         self._adopt(self.plan)
         self.weight_map = build_weight_map(built.model, self.plan, quantized=self.quant_config is not None)
         path = f"{prefix}.model" if prefix else "model"
@@ -65,7 +67,6 @@ class Base(nn.Module):
         self.build_head(built, prefix)
         self.seconds = {"plan and proof": planned - begun, "apply": time.perf_counter() - planned}
         keywords = call_keywords(self.model, torch.empty(0))
-        keywords.pop("position_ids", None)
         self._decoder = [Decoder(vllm_config=self.vllm_config, prefix=path)]
         self._decoder[0].serve(self.model, keywords)
         self._announce()

@@ -24,11 +24,15 @@ class Decoder(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.keywords: dict[str, Any] = {}
+        self.numbered = True
         self._repeated: list[Any] = []
 
     def serve(self, base: nn.Module, keywords: dict[str, Any]) -> None:
-        """Attach the base model and the constant keywords of its calls."""
-        self.__dict__["base"], self.keywords = base, keywords
+        """Attach the base model and the keywords of its calls; `position_ids`, where it is one, is given anew each
+        time."""
+        self.__dict__["base"] = base
+        self.keywords = {name: value for name, value in keywords.items() if name != "position_ids"}
+        self.numbered = "position_ids" in keywords
         self._repeated = [module for module in base.modules() if hasattr(module, LAYERS)]
 
     def forward(
@@ -41,9 +45,11 @@ class Decoder(nn.Module):
         else:
             assert input_ids is not None
             inputs["input_ids"] = input_ids.unsqueeze(0)
+        if self.numbered:
+            inputs["position_ids"] = positions.unsqueeze(0)
         for module in self._repeated:
             module.attention_calls = 0
-        output = self.base(**inputs, position_ids=positions.unsqueeze(0), **self.keywords)
+        output = self.base(**inputs, **self.keywords)
         for module in self._repeated:
             if module.attention_calls != len(module.attention_layers):
                 raise RuntimeError("attention was called less often than when it was planned")

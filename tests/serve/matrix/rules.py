@@ -82,7 +82,7 @@ RULES: Sequence[Rule] = (
     (r"hidden_size_per_layer_input", _constant(32)),
     (r"(\w+_)?hidden_size|d_model|n_embd|word_embed_proj_dim|lru_width|attention_hidden_size", _unless_none(HIDDEN)),
     (r"num_(key_value_heads|kv_heads)|swa_num_key_value_heads|kv_n_heads", _constant(2)),
-    (r"(num|n)_heads?|(num|n|\w+)_attention_heads|index_n_heads", _constant(HEADS)),
+    (r"(num|n)_heads?|((num|n|\w+)_)?attention_heads|index_n_heads", _constant(HEADS)),
     (r"num_kv_shared_layers|num_nextn_predict_layers|num_mtp_layers", _constant(...)),
     (r"num_layers_per_stack", _constant(LAYERS)),
     (r"(num_|n_)?(\w+_)?layers?", _if_number(LAYERS)),
