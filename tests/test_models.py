@@ -21,6 +21,19 @@ EXPECTED = {
         "vllm.model_executor.models.interfaces.SupportsQuant",
         "builtins.object",
     ],
+    "TransformersMoEForCausalLM": [
+        "tfbackend.models.TransformersMoEForCausalLM",
+        "tfbackend.mixins.moe.MoEMixin",
+        "tfbackend.mixins.causal.CausalMixin",
+        "tfbackend.mixins.base.Base",
+        "torch.nn.modules.module.Module",
+        "vllm.model_executor.models.interfaces.SupportsLoRA",
+        "vllm.model_executor.models.interfaces.SupportsQuant",
+        "vllm.model_executor.models.interfaces.MixtureOfExperts",
+        "typing.Protocol",
+        "typing.Generic",
+        "builtins.object",
+    ],
 }
 
 

@@ -27,6 +27,7 @@ from tfbackend.layerspecs import COLWISE, COLWISE_GATHER, REPLICATED, ROWWISE, R
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.proof import Prover, plain_float32
+from tfbackend.refusals import inline_refusal, mixing_refusal, padding_refusal, positions_refusal
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
 from tfbackend.source.edits import apply_edits
@@ -179,14 +180,14 @@ def _decide(
         unproven=tuple(unproven),
         proofs=prover.counts,
     )
-    refusals += map(_inline_refusal, inlined.problems.items())
+    refusals += map(inline_refusal, inlined.problems.items())
     refusals += _attention_refusals(plan, observation, serving, inlined)
     refusals += _experts_refusals(plan, serving)
-    refusals += map(_mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
+    refusals += map(mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
-        refusals.append(_positions_refusal(observation.counting[0]))
+        refusals.append(positions_refusal(observation.counting[0]))
     if table := numbers_by_tokens(base, planner.vocabulary):
-        refusals.append(_padding_refusal(table))
+        refusals.append(padding_refusal(table))
     forwards, methods = _forwards(plan, planner.sites), dict[str, str]()
     for path, text in inlined.methods.items():
         if text.startswith("def forward("):
@@ -228,44 +229,6 @@ def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
         if edits and not isinstance(source, str):
             texts[path] = apply_edits(source.text, edits)
     return texts
-
-
-def _positions_refusal(path: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "The model numbers its tokens itself, instead of using the positions that it is given.",
-        where=path,
-        found="query, key or value computed from a count of the tokens of a call",
-        needed="position_ids: a call holds tokens of many requests, from anywhere in them",
-        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
-    )
-
-
-def _padding_refusal(path: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "The model numbers its tokens without those that are padding, which an engine does not look for.",
-        where=path,
-        found="positions computed from the token ids where none are given",
-        needed="positions that do not depend on which tokens there are",
-        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
-    )
-
-
-def _mixing_refusal(found: tuple[str, str]) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "A module lets tokens see each other outside attention, so it needs a state that is not kept for it.",
-        where=found[0],
-        found=found[1],
-        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
-    )
-
-
-def _inline_refusal(found: tuple[str, str]) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "A layer writes its attention out by itself, in a way that cannot be put into an attention layer.",
-        where=found[0],
-        found=found[1],
-        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
-    )
 
 
 def _attention_refusals(

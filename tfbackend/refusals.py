@@ -1,0 +1,43 @@
+"""Why a model is not served, where its plan alone says so."""
+
+from __future__ import annotations
+
+from tfbackend.errors import UnsupportedModelError
+
+
+def positions_refusal(path: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The model numbers its tokens itself, instead of using the positions that it is given.",
+        where=path,
+        found="query, key or value computed from a count of the tokens of a call",
+        needed="position_ids: a call holds tokens of many requests, from anywhere in them",
+        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+    )
+
+
+def padding_refusal(path: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The model numbers its tokens without those that are padding, which an engine does not look for.",
+        where=path,
+        found="positions computed from the token ids where none are given",
+        needed="positions that do not depend on which tokens there are",
+        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+    )
+
+
+def mixing_refusal(found: tuple[str, str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "A module lets tokens see each other outside attention, so it needs a state that is not kept for it.",
+        where=found[0],
+        found=found[1],
+        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+    )
+
+
+def inline_refusal(found: tuple[str, str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "A layer writes its attention out by itself, in a way that cannot be put into an attention layer.",
+        where=found[0],
+        found=found[1],
+        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+    )
