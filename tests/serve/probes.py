@@ -28,6 +28,13 @@ def compiled_graphs(_model: Any) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def seen_as_compiled(model: Any) -> tuple[int, bool]:
+    """The graphs, and whether vLLM finds a compiled module in the model: else it captures no graphs of its pieces."""
+    from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
+
+    return compiled_graphs(model), bool(has_compiled_submodule(model))
+
+
 def parameter_count(model: Any) -> int:
     """How many numbers this rank's parameters hold."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -67,8 +67,9 @@ class Base(nn.Module):
         self.build_head(built, prefix)
         self.seconds = {"plan and proof": planned - begun, "apply": time.perf_counter() - planned}
         keywords = call_keywords(self.model, torch.empty(0))
-        self._decoder = [Decoder(vllm_config=self.vllm_config, prefix=path)]
-        self._decoder[0].serve(self.model, keywords)
+        # A child, for vLLM looks among the modules for one that is compiled before it captures graphs piece by piece.
+        self.decoder = Decoder(vllm_config=self.vllm_config, prefix=path)
+        self.decoder.serve(self.model, keywords)
         self._announce()
 
     def _adopt(self, plan: Plan) -> None:
@@ -119,7 +120,7 @@ class Base(nn.Module):
         Returns:
             Hidden states [tokens, hidden].
         """
-        hidden: torch.Tensor = self._decoder[0](input_ids, positions, inputs_embeds)
+        hidden: torch.Tensor = self.decoder(input_ids, positions, inputs_embeds)
         return hidden
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
