@@ -29,6 +29,10 @@ REMOTES: dict[str, dict[str, Any]] = {
     "packed": _SIZES | _LLAMA,
     "parallel": _SIZES,
     "oddnorm": _SIZES | _LLAMA | {"tie_word_embeddings": True},
+    "written": _SIZES,
+    "shifted": _SIZES,
+    "handtied": _SIZES | {"tie_word_embeddings": True},
+    "sloped": _SIZES,
 }
 
 
