@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import GPTNeoConfig
 
 from tests.sites import DIM, HEADS, KV_HEADS, WIDTH, OneSite, attend, decide, heads
-from tfbackend.graph.interface import attention_interface
+from tfbackend.graph.interface import LAYERS, attention_interface
 from tfbackend.graph.observe import observe
+from tfbackend.meta import build
 
 Q, KV = HEADS * DIM, KV_HEADS * DIM
 
@@ -75,7 +77,7 @@ def test_each_call_is_a_layer_with_its_own_numbers():
     rewrite = decide(Twice).rewrite("attention")
     specs = dict(rewrite.children)
     assert [(name, spec.scale) for name, spec in specs.items()] == [("attn", DIM**-0.5), ("attn_2", 0.1)]
-    assert dict(rewrite.attributes) == {"attention_layers": ("attn", "attn_2"), "attention_calls": 0}
+    assert dict(rewrite.attributes) == {"tfb_attention_layers": ("attn", "attn_2"), "tfb_attention_calls": 0}
     assert rewrite.summary.endswith(", a layer for each of 2 calls")
 
 
@@ -116,7 +118,7 @@ class Layers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention_layers, self.attention_calls = ("attn", "attn_2"), 0
+        self.tfb_attention_layers, self.tfb_attention_calls = ("attn", "attn_2"), 0
         self.attn, self.attn_2 = (lambda q, k, v: q + 1), (lambda q, k, v: q + 2)
 
 
@@ -126,5 +128,16 @@ def test_calls_go_to_the_layers_in_turn_and_one_too_many_is_an_error():
     assert [ask.run(), ask.run()] == [[1.0], [2.0]]
     with pytest.raises(RuntimeError, match="more than the 2 times"):
         ask.run()
-    module.attention_calls = 0
+    module.tfb_attention_calls = 0
     assert ask.run() == [1.0]
+
+
+def test_a_class_may_have_a_list_called_attention_layers():
+    """GPT-Neo's do: it says which of them are local."""
+    config = GPTNeoConfig(
+        hidden_size=64, num_layers=2, num_heads=4, vocab_size=64, attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=64,
+    )  # fmt: skip
+    base = build(config, torch.float32).base
+    assert any(hasattr(module, "attention_layers") for module in base.modules())
+    assert not any(hasattr(module, LAYERS) for module in base.modules())

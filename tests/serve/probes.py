@@ -49,7 +49,7 @@ def attention_layers(model: Any) -> dict[str, list[str]]:
     """Path of a module with several attention layers -> their names, under which the engine keeps their caches."""
     found: dict[str, list[str]] = {}
     for path, module in model.model.named_modules():
-        for name in getattr(module, "attention_layers", ()):
+        for name in getattr(module, "tfb_attention_layers", ()):
             found.setdefault(path, []).append(getattr(module, name).layer_name)
     return found
 

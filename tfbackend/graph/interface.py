@@ -71,7 +71,7 @@ def experts_interface(module: nn.Module, hidden_states: torch.Tensor, *args: Any
     return output
 
 
-LAYERS, CALLS = "attention_layers", "attention_calls"
+LAYERS, CALLS = "tfb_attention_layers", "tfb_attention_calls"
 """Attributes of a module that calls the interface several times in one forward of the model: the names of its
 attention layers, one for each call, and how many of them have been made."""
 
@@ -81,10 +81,10 @@ def _next_layer(module: Any) -> Any:
     names = getattr(module, LAYERS, None)
     if names is None:
         return module.attn
-    call = module.attention_calls
+    call = module.tfb_attention_calls
     if call >= len(names):
         raise RuntimeError(f"attention is called more than the {len(names)} times that were seen when it was planned")
-    module.attention_calls = call + 1
+    module.tfb_attention_calls = call + 1
     return getattr(module, names[call])
 
 

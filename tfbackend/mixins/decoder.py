@@ -48,10 +48,10 @@ class Decoder(nn.Module):
         if self.numbered:
             inputs["position_ids"] = positions.unsqueeze(0)
         for module in self._repeated:
-            module.attention_calls = 0
+            module.tfb_attention_calls = 0
         output = self.base(**inputs, **self.keywords)
         for module in self._repeated:
-            if module.attention_calls != len(module.attention_layers):
+            if module.tfb_attention_calls != len(module.tfb_attention_layers):
                 raise RuntimeError("attention was called less often than when it was planned")
         hidden: torch.Tensor = output[0]
         return hidden.squeeze(0)
