@@ -15,7 +15,7 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from tfbackend.errors import ConfigError, TfbackendError
+from tfbackend.errors import ConfigError, TfbackendError, UnsupportedModelError
 from tfbackend.graph.observe import observe
 from tfbackend.meta import INTERFACE_NAME, build, check_config, load_config
 
@@ -200,3 +200,13 @@ def test_a_window_of_zero_that_vllm_took_away_is_put_back():
     assert observe(build(config, torch.float32).base).problem == ""
     plain = Qwen2Config(use_sliding_window=False, num_hidden_layers=1)
     assert build(plain, torch.float32).model.config.sliding_window is None
+
+
+def test_a_config_of_another_class_than_the_checkpoint_names_is_refused():
+    """vLLM reads deepseek_v32's config.json with DeepSeek-V3's class, which makes DeepSeek-V3."""
+    config = LlamaConfig(**SIZES, architectures=["MistralForCausalLM"])
+    with pytest.raises(UnsupportedModelError, match="another model"):
+        build(config, torch.float32)
+    for named in (["LlamaForCausalLM"], ["LlamaModel"], ["OwnForCausalLM"], None):
+        config.architectures = named
+        assert type(build(config, torch.float32).model).__name__ == "LlamaForCausalLM"

@@ -91,12 +91,30 @@ def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bo
     _restore_window(config)
     with init_empty_weights(include_buffers=False), torch.device("cpu"), _default_dtype(dtype):
         model = _instantiate(config, dtype, trust_remote_code)
+    _check_class(model, config)
     _set_attention(model.config, INTERFACE_NAME)
     model.eval()
     _spare_the_warning(model)
     for name in ("use_cache", "output_attentions", "output_hidden_states"):
         setattr(model.config, name, False)
     return MetaModel(model, *_places(model))
+
+
+def _check_class(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Refuse a config that makes another language model than the checkpoint names.
+
+    vLLM reads the config.json of some architectures with a config class of another, and what differs gets lost.
+    """
+    named, made = (getattr(config, "architectures", None) or [""])[0], type(model).__name__
+    ending = "ForCausalLM"
+    if named != made and named.endswith(ending) and made.endswith(ending) and hasattr(transformers, named):
+        raise UnsupportedModelError(
+            "The config makes another model than the one that the checkpoint names.",
+            where=type(config).__name__,
+            found=made,
+            needed=named,
+            remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+        )
 
 
 def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

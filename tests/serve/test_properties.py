@@ -85,13 +85,13 @@ def falcon_like(draw: Any) -> tuple[str, dict[str, Any]]:
         "vocab_size": draw(st.integers(67, 700)),
         "hidden_size": query * dim,
         "num_attention_heads": query,
-        "num_kv_heads": kv,
+        "num_kv_heads": kv if new else query,
         "num_hidden_layers": draw(st.integers(1, 3)),
         "ffn_hidden_size": draw(st.integers(5, 211)),
         "new_decoder_architecture": new,
         "num_ln_in_parallel_attn": draw(st.sampled_from((1, 2))) if new else None,
         "multi_query": draw(st.booleans()),
-        "parallel_attn": draw(st.booleans()),
+        "parallel_attn": new or draw(st.booleans()),
         "bias": draw(st.booleans()),
         "alibi": alibi,
         "tie_word_embeddings": draw(st.booleans()),
@@ -136,4 +136,10 @@ def test_llama_like(harness: Harness, config: tuple[str, dict[str, Any]]) -> Non
 @SETTINGS
 @given(config=gpt2_like())
 def test_gpt2_like(harness: Harness, config: tuple[str, dict[str, Any]]) -> None:
+    serve_and_judge(harness, *config)
+
+
+@SETTINGS
+@given(config=falcon_like())
+def test_falcon_like(harness: Harness, config: tuple[str, dict[str, Any]]) -> None:
     serve_and_judge(harness, *config)
