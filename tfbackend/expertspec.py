@@ -43,6 +43,19 @@ class ExpertsSpec:
     limit: float | None = None
     kernel: bool = True
 
+    @property
+    def width(self) -> int:
+        """Elements that the first product gives: gate and up, or up alone."""
+        return (2 if self.gated else 1) * self.intermediate
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all experts' tensors as the checkpoint has them, by the name of the served parameter."""
+        way = -1 if self.transposed else 1
+        own = {"w13_weight": (self.width, self.hidden)[::way], "w2_weight": (self.hidden, self.intermediate)[::way]}
+        biases = {"w13_bias": (self.width,), "w2_bias": (self.hidden,)} if self.bias else {}
+        return {name: (self.num_experts, *shape) for name, shape in {**own, **biases}.items()}
+
     def without_kernel(self) -> ExpertsSpec:
         return replace(self, kernel=False)
 

@@ -44,6 +44,7 @@ from tfbackend.graph.own_masks import combined, given_window, long_rises, own_wi
 from tfbackend.graph.rehearsal import Rehearsal
 from tfbackend.graph.tracing import Frame, trace
 from tfbackend.layerspecs import AttentionSpec
+from tfbackend.proof import copied
 from tfbackend.serving import ServingSpec
 from tfbackend.source.cut import cut
 from tfbackend.source.forward import ForwardSource, SourceError, function_source, generate_class
@@ -222,17 +223,13 @@ class _Adoption:
             path = self.rehearsal.paths[id(module)]
             twin, numbers = copy.copy(module), self.done.numbers[path]
             _become(twin, self.done.methods[path], numbers, self.directory)
-            before = module.forward(*_copied(args), **_copied(kwargs))
+            before = module.forward(*copied(args), **copied(kwargs))
             with answering(_attend):
-                after = twin.forward(*_copied(args), **_copied(kwargs))
+                after = twin.forward(*copied(args), **copied(kwargs))
             self._left(path, _difference(before, after, _ROUNDED if numbers.rounded else _TOLERANCE))
             return before
 
         self.rehearsal.run(dict.fromkeys(self.done.methods, visit), seed=4, hiding=True)
-
-
-def _copied(values: Any) -> Any:
-    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, values)
 
 
 def _attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:

@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tfbackend.errors import ConfigError, UnsupportedModelError
 from tfbackend.graph.interface import attention_interface, experts_interface
 from tfbackend.graph.masks import mask_of_one
+from tfbackend.refusals import NATIVE
 from tfbackend.values import SIZES, check_numbers, check_sizes, place_of
 
 INTERFACE_NAME = "tfbackend"
@@ -113,7 +114,7 @@ def _check_class(model: PreTrainedModel, config: PretrainedConfig) -> None:
             where=type(config).__name__,
             found=made,
             needed=named,
-            remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+            remedy=NATIVE,
         )
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tfbackend.graph.interface import RUN_ERRORS, answering, rescales
 from tfbackend.graph.kinds import kind_key
 from tfbackend.graph.observe import TOKENS, Observation
-from tfbackend.proof import Prover, materialise, plain_float32, random_inputs
+from tfbackend.proof import Prover, copied, materialise, plain_float32, random_inputs
 from tfbackend.proof_key import module_key
 
 _CHANGED = 2
@@ -77,9 +77,9 @@ def _mixes(module: nn.Module, call: Any) -> str:
             original = materialise(module, generator)
             inputs = random_inputs(call, original, generator)
             forward = inspect.unwrap(type(original).forward)
-            before = forward(original, *_copied(inputs[0]), **_copied(inputs[1]))
+            before = forward(original, *copied(inputs[0]), **copied(inputs[1]))
             changed = tree_map(_change, inputs)
-            after = forward(original, *_copied(changed[0]), **_copied(changed[1]))
+            after = forward(original, *copied(changed[0]), **copied(changed[1]))
         except RUN_ERRORS:
             return ""
     for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
@@ -90,10 +90,6 @@ def _mixes(module: nn.Module, call: Any) -> str:
 
 def _attend_to_itself(module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **_: Any) -> Any:
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
-
-
-def _copied(values: Any) -> Any:
-    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, values)
 
 
 def _axis(x: torch.Tensor) -> int | None:

@@ -106,7 +106,7 @@ class Prover:
 
     def _verdict(self, site: Site, group: Sequence[Rewrite], deadline: float) -> str | None:
         """ "" where proven, a problem where not, None where time ran out."""
-        if all(_needs_no_proof(rewrite) for rewrite in group):
+        if all(needs_no_proof(rewrite) for rewrite in group):
             return ""
         key = proof_key(site, group)
         if (kept := self._recall(key)) is not None:
@@ -145,7 +145,7 @@ def _is_proof(key: str) -> bool:
     return "-" not in key
 
 
-def _needs_no_proof(rewrite: Rewrite) -> bool:
+def needs_no_proof(rewrite: Rewrite) -> bool:
     """A linear for a linear, frequencies that are only held still, an attention layer behind an unchanged call and
     what only says how ranks share a linear have no two sides to compare."""
     if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec, GrownTableSpec)):
@@ -186,10 +186,12 @@ def _sizes(group: Sequence[Rewrite]) -> tuple[float, ...]:
 
 
 def _run(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def fresh(x: Any) -> Any:
-        return x.clone() if isinstance(x, torch.Tensor) else x
+    return forward(module, *copied(args), **copied(kwargs))
 
-    return forward(module, *tree_map(fresh, args), **tree_map(fresh, kwargs))
+
+def copied(values: Any) -> Any:
+    """The values with each tensor cloned: a forward may write into what it is given."""
+    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, values)
 
 
 def _compare(before: Any, after: Any) -> str:

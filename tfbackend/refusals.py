@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tfbackend.errors import UnsupportedModelError
 
+NATIVE = "Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture"
+"""The remedy where nothing about the way of serving would help."""
+
 
 def positions_refusal(path: str) -> UnsupportedModelError:
     return UnsupportedModelError(
@@ -11,7 +14,7 @@ def positions_refusal(path: str) -> UnsupportedModelError:
         where=path,
         found="query, key or value computed from a count of the tokens of a call",
         needed="position_ids: a call holds tokens of many requests, from anywhere in them",
-        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+        remedy=NATIVE,
     )
 
 
@@ -21,7 +24,7 @@ def padding_refusal(path: str) -> UnsupportedModelError:
         where=path,
         found="positions computed from the token ids where none are given",
         needed="positions that do not depend on which tokens there are",
-        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+        remedy=NATIVE,
     )
 
 
@@ -30,7 +33,7 @@ def mixing_refusal(found: tuple[str, str]) -> UnsupportedModelError:
         "A module lets tokens see each other outside attention, so it needs a state that is not kept for it.",
         where=found[0],
         found=found[1],
-        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+        remedy=NATIVE,
     )
 
 
@@ -39,5 +42,5 @@ def inline_refusal(found: tuple[str, str]) -> UnsupportedModelError:
         "A layer writes its attention out by itself, in a way that cannot be put into an attention layer.",
         where=found[0],
         found=found[1],
-        remedy="Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture",
+        remedy=NATIVE,
     )

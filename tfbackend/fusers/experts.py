@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from tfbackend.activations import ACTIVATIONS
 from tfbackend.expertspec import EXPERT_ACTIVATIONS, ExpertsSpec
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
 from tfbackend.graph.interface import RUN_ERRORS, has_experts_interface
@@ -64,23 +67,18 @@ class ExpertsFuser:
         call = _call(site)
         if isinstance(call, str):
             return call
-        rule = _rule(module, width)
-        if isinstance(rule, str):
-            return rule
-        activation, interleaved, alpha, limit = rule
-        spec = ExpertsSpec(
+        sizes = ExpertsSpec(
             num_experts=experts,
             top_k=call,
             hidden=hidden,
             intermediate=width,
-            activation=activation,
             gated=module.has_gate,
             bias=module.has_bias,
             transposed=module.is_transposed,
-            interleaved=interleaved,
-            alpha=alpha,
-            limit=limit,
         )
+        spec = _rule(module, sizes)
+        if isinstance(spec, str):
+            return spec
         return spec if _has_kernel(spec, site.serving) else spec.without_kernel()
 
 
@@ -128,32 +126,30 @@ def _call(site: Site) -> int | str:
     return int(ids.shape[1])
 
 
-def _rule(module: nn.Module, width: int) -> tuple[str, bool, float | None, float | None] | str:
-    """(activation, whether gate and up alternate, alpha, limit) of what is done between the matrix products."""
+def _rule(module: nn.Module, sizes: ExpertsSpec) -> ExpertsSpec | str:
+    """The spec of these sizes that does between the matrix products what the module does."""
     generator = torch.Generator().manual_seed(7)
-    factor = 2 if module.has_gate else 1
-    x = torch.randn((9, factor * width), generator=generator, dtype=torch.float64) * 6
+    x = torch.randn((9, sizes.width), generator=generator, dtype=torch.float64) * 6
     try:
         wanted = module._apply_gate(x.clone()) if module.has_gate else module.act_fn(x.clone())  # type: ignore[operator]
     except RUN_ERRORS as error:
         return f"its gate does not run on numbers: {type(error).__name__}: {error}"
-    for spec in _candidates(module):
-        got = ExpertsSpec.act(*spec, x, gated=bool(module.has_gate))
+    for spec in _candidates(module, sizes):
+        got = spec.between(x)
         if got.shape == wanted.shape and torch.allclose(got, wanted.double(), rtol=1e-6, atol=1e-6):
             return spec
     return "what it does between its matrix products is none of the rules known here"
 
 
-def _candidates(module: nn.Module) -> Iterator[tuple[str, bool, float | None, float | None]]:
-    numbers = [v for v in vars(module).values() if isinstance(v, float) and not isinstance(v, bool)]
-    limits = [None, *dict.fromkeys(numbers)]
-    for interleaved in (False, True) if module.has_gate else (False,):
-        for limit in limits:
-            for activation in EXPERT_ACTIVATIONS:
-                if activation != "swigluoai":
-                    yield activation, interleaved, None, limit
-                elif module.has_gate:
-                    yield from ((activation, interleaved, alpha, limit) for alpha in dict.fromkeys(numbers))
+def _candidates(module: nn.Module, sizes: ExpertsSpec) -> Iterator[ExpertsSpec]:
+    numbers = list(dict.fromkeys(value for value in vars(module).values() if isinstance(value, float)))
+    activations = EXPERT_ACTIVATIONS if sizes.gated else tuple(ACTIVATIONS)
+    for interleaved, limit, activation in product((False, True)[: 1 + sizes.gated], [None, *numbers], activations):
+        spec = replace(sizes, activation=activation, interleaved=interleaved, limit=limit)
+        if activation == "swigluoai":
+            yield from (replace(spec, alpha=alpha) for alpha in numbers)
+        else:
+            yield spec
 
 
 def _has_kernel(spec: ExpertsSpec, serving: ServingSpec) -> bool:

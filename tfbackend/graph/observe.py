@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tfbackend.graph.counted import CountedTokens
-from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
+from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta, unattended
 from tfbackend.graph.masks import Masks, MaskWindow, masks_that_answer, read_mask
 from tfbackend.graph.query import SDPA, SOFTMAX
 from tfbackend.graph.repeats import Repeats, mark, repeat, since
@@ -110,7 +110,7 @@ def observe(base: nn.Module) -> Observation:
         seen.attention.setdefault(path, []).append(call)
         if any(x in counted for x in (query, key, value)):
             seen.counting.append(path)
-        return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+        return unattended(module, query, key, value)
 
     running: list[tuple[str, nn.Module]] = []
     with (
@@ -142,11 +142,7 @@ def _place_of(error: BaseException) -> str:
 
 def needs_masks(base: nn.Module) -> bool:
     """Whether the model fails where Transformers makes it no masks, which an engine has no use for."""
-
-    def answer(module: nn.Module, query: torch.Tensor, key: Any, value: torch.Tensor, *_: Any, **__: Any) -> Any:
-        return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
-
-    with torch.no_grad(), buffers_on_meta(base), answering(answer):
+    with torch.no_grad(), buffers_on_meta(base), answering(unattended):
         try:
             base(**model_inputs(base, torch.device("meta")))
         except RUN_ERRORS:

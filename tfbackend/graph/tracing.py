@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta
+from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta, unattended
 
 Span = tuple[int, int, int, int]
 """(first line, first column, last line, last column) in the file, lines from 1, columns in bytes from 0."""
@@ -201,11 +201,10 @@ class _Recorder:
         return ()
 
     def on_attention(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
-        result = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])) if not self.active else None
-        if result is not None:
-            return result
+        if not self.active:
+            return unattended(module, q, k, v)
         self.active = False
-        result = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+        result = unattended(module, q, k, v)
         self.active = True
         node = self.add("call_function", attention_call, (q, k, v), keywords, result)
         if module is self.module:

@@ -183,28 +183,17 @@ def _qkv(path: str, spec: QKVSpec, tp: int, dtype: torch.dtype) -> list[ServedPa
 
 def _experts(path: str, spec: ExpertsSpec, tp: int, dtype: torch.dtype, ep: bool) -> Iterator[ServedParameter]:
     """Stacked [experts, out, in], or [experts, in, out] where the checkpoint has them so."""
-    factor = 2 if spec.gated else 1
-    own = ServedParameter(f"{path}.runner.routed_experts.", (), (), dtype, linear=True)
-    ranks = tp if spec.kernel else 1
-    for name, into in (("w13", True), ("w2", False)):
-        problem = "" if ep else _uneven("elements between an expert's products", spec.intermediate, ranks)
-        shape = [factor * spec.intermediate, spec.hidden] if into else [spec.hidden, spec.intermediate]
-        dim = 1 if into != spec.transposed else 2
-        shape = [spec.num_experts, *(reversed(shape) if spec.transposed else shape)]
-        dim = 0 if ep else dim
-        part = [*shape]
-        part[dim] = _share(part[dim], ranks)
-        how = "whole" if not spec.kernel else "experts" if ep else "columns" if into else "rows"
-        weight = replace(
-            own, name=f"{own.name}{name}_weight", shape=tuple(shape), rank_shape=tuple(part), problem=problem
-        )
-        yield weight if how == "whole" else replace(weight, how=how, dim=dim)
-        if spec.bias:
-            width = factor * spec.intermediate if into else spec.hidden
-            experts = _share(spec.num_experts, ranks) if ep else spec.num_experts
-            narrow = _share(width, ranks) if into and not ep else width
-            bias = replace(own, name=f"{own.name}{name}_bias", shape=(spec.num_experts, width), linear=False)
-            yield replace(bias, rank_shape=(experts, narrow))
+    for name, shape in spec.shapes.items():
+        into, bias = name.startswith("w13"), name.endswith("bias")
+        dim = 0 if ep else 1 if bias or into != spec.transposed else 2
+        shared = spec.kernel and (ep or into or not bias)
+        part = tuple(_share(n, tp) if shared and axis == dim else n for axis, n in enumerate(shape))
+        whole = ServedParameter(f"{path}.runner.routed_experts.{name}", shape, part, dtype, linear=not bias)
+        if bias or not spec.kernel:
+            yield whole
+        else:
+            problem = "" if ep else _uneven("elements between an expert's products", spec.intermediate, tp)
+            yield replace(whole, how="experts" if ep else "columns" if into else "rows", dim=dim, problem=problem)
 
 
 def _vocabulary(name: str, rows: int, width: int, tp: int, dtype: torch.dtype) -> ServedParameter:

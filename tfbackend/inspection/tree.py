@@ -11,9 +11,9 @@ from torch import nn
 from tfbackend.fusers.base import Miss, Rewrite
 from tfbackend.inspection.layout import ServedParameter
 from tfbackend.inspection.sizes import ranges
-from tfbackend.layerspecs import AttentionSpec, FixedRopeSpec, GrownTableSpec, LayerSpec, LinearSpec
 from tfbackend.meta import MetaModel
 from tfbackend.plan import Plan
+from tfbackend.proof import needs_no_proof
 from tfbackend.source.forward import SourceError, forward_source
 from tfbackend.weights.names import join
 
@@ -166,16 +166,7 @@ def _proof(rewrites: Sequence[Rewrite], unproven: bool) -> str:
         return ""
     if unproven:
         return UNPROVEN
-    return AS_IS if all(nothing_to_prove(rewrite) for rewrite in rewrites) else PROVEN
-
-
-def nothing_to_prove(rewrite: Rewrite) -> bool:
-    """Whether a rewrite puts one layer for the same layer, or a layer behind a call that stays as it is."""
-    if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec, GrownTableSpec)):
-        return not rewrite.weights
-    specs: Sequence[LayerSpec] = [spec for _, spec in rewrite.children]
-    only_says = not (rewrite.layer or specs or rewrite.edits or rewrite.attributes)
-    return only_says or (bool(specs) and all(isinstance(spec, AttentionSpec) for spec in specs) and not rewrite.edits)
+    return AS_IS if all(needs_no_proof(rewrite) for rewrite in rewrites) else PROVEN
 
 
 def _in_order(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -117,16 +117,10 @@ class PlainExperts(nn.Module):
     def __init__(self, spec: ExpertsSpec, context: BuildContext) -> None:
         super().__init__()
         self.spec = spec
-        factor = 2 if spec.gated else 1
-        into = (factor * spec.intermediate, spec.hidden)
-        shapes = {"w13_weight": into, "w2_weight": (spec.hidden, spec.intermediate)}
-        if spec.transposed:
-            shapes = {name: shape[::-1] for name, shape in shapes.items()}
         self.runner = nn.Module()
         self.runner.routed_experts = nn.Module()
-        biases = {"w13_bias": (factor * spec.intermediate,), "w2_bias": (spec.hidden,)} if spec.bias else {}
-        for name, shape in {**shapes, **biases}.items():
-            data = torch.empty((spec.num_experts, *shape), dtype=context.dtype, device=context.device)
+        for name, shape in spec.shapes.items():
+            data = torch.empty(shape, dtype=context.dtype, device=context.device)
             self.runner.routed_experts.register_parameter(name, nn.Parameter(data, requires_grad=False))
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
