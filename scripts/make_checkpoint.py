@@ -118,6 +118,7 @@ def convert(source: Path, folder: Path) -> None:
     """Reads the GGUF file `source` and writes model, tokenizer and chat template to `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     model = AutoModelForCausalLM.from_pretrained(
         str(source.parent),
         gguf_file=source.name,

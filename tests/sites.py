@@ -90,6 +90,7 @@ def decide(
     tp_size: int = 1,
     quantization: str | None = None,
     tp_plan: Mapping[str, str] | None = None,
+    sequence_parallel_moe: bool = False,
     directory: Path | None = None,
     budget: float = 60.0,
 ) -> Decision:
@@ -97,7 +98,8 @@ def decide(
     with init_empty_weights(include_buffers=False):
         base = OneSite([make() for make in build], tp_plan=tp_plan)
     base.eval()
-    return Decision(base, ServingSpec(tp_size=tp_size, quantization=quantization), Prover(directory, budget))
+    serving = ServingSpec(tp_size=tp_size, quantization=quantization, sequence_parallel_moe=sequence_parallel_moe)
+    return Decision(base, serving, Prover(directory, budget))
 
 
 def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:

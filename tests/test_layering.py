@@ -96,7 +96,8 @@ def test_nothing_comes_from_the_backend_that_vllm_brings(path):
         ("serving.py", set()),
         ("activations.py", set()),
         ("expertspec.py", {"activations"}),
-        ("layerspecs.py", {"activations", "expertspec"}),
+        ("moespec.py", {"expertspec"}),
+        ("layerspecs.py", {"activations", "expertspec", "moespec"}),
         ("source/edits.py", {"errors"}),
         ("source/forward.py", set()),
         ("graph/query.py", set()),
@@ -110,7 +111,8 @@ def test_the_lowest_stones_lean_on_nothing(folder, allowed):
 @pytest.mark.parametrize("path", [p for p in files() if p.startswith("fusers/") and p != "fusers/__init__.py"])
 def test_fusers_do_not_know_the_planner(path):
     used = {name.split(".")[1] for name in imports(path) if name.startswith("tfbackend.")}
-    assert used <= {"fusers", "graph", "source", "layerspecs", "expertspec", "activations", "serving", "errors"}
+    specs = {"layerspecs", "expertspec", "moespec"}
+    assert used <= {"fusers", "graph", "source", "activations", "serving", "errors", *specs}
 
 
 def test_files_and_functions_stay_short():

@@ -59,6 +59,11 @@ SIGNATURES = {
     "bias params_dtype quant_config prefix return_bias v_head_size",
     "vllm.model_executor.layers.attention:Attention": "num_heads head_size scale num_kv_heads cache_config "
     "quant_config logits_soft_cap per_layer_sliding_window prefix",
+    "vllm.model_executor.layers.fused_moe.layer:FusedMoEFactory": "num_experts top_k hidden_size intermediate_size "
+    "params_dtype quant_config activation has_bias enable_eplb num_redundant_experts prefix renormalize gate "
+    "custom_routing_function scoring_func routed_scaling_factor e_score_correction_bias use_grouped_topk "
+    "num_expert_group topk_group shared_experts is_sequence_parallel router_logits_dtype",
+    "vllm.model_executor.layers.fused_moe:GateLinear": "input_size output_size bias out_dtype prefix",
     "vllm.model_executor.layers.layernorm:RMSNorm": "hidden_size eps has_weight dtype",
     "vllm.model_executor.layers.layernorm:GemmaRMSNorm": "hidden_size eps",
     "vllm.model_executor.layers.activation:GeluAndMul": "approximate",

@@ -24,6 +24,7 @@ def serving_spec(config: VllmConfig) -> ServingSpec:
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         ep=parallel.enable_expert_parallel,
+        sequence_parallel_moe=parallel.use_sequence_parallel_moe,
         quantization=model.quantization,
         max_model_len=model.max_model_len,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -42,6 +43,7 @@ def build_context(config: VllmConfig) -> BuildContext:
         tp_size=config.parallel_config.tensor_parallel_size,
         eplb=config.parallel_config.enable_eplb,
         redundant_experts=config.parallel_config.eplb_config.num_redundant_experts,
+        sequence_parallel_moe=config.parallel_config.use_sequence_parallel_moe,
     )
 
 

@@ -15,10 +15,13 @@ from torch import nn
 
 from tfbackend.activations import ACTIVATIONS
 from tfbackend.expertspec import ExpertsSpec
+from tfbackend.moespec import MoESpec
 
 COLWISE, ROWWISE, REPLICATED = "colwise", "rowwise", "replicated"
 COLWISE_GATHER, ROWWISE_SPLIT = "colwise_gather_output", "rowwise_split_input"
-LINEAR_STYLES = (COLWISE, ROWWISE, REPLICATED, COLWISE_GATHER, ROWWISE_SPLIT)
+ROWWISE_PARTIAL = "rowwise_partial"
+"""Rowwise, with what the ranks give left to be added up by whoever asked for it."""
+LINEAR_STYLES = (COLWISE, ROWWISE, REPLICATED, COLWISE_GATHER, ROWWISE_SPLIT, ROWWISE_PARTIAL)
 
 
 @dataclass(frozen=True)
@@ -356,4 +359,5 @@ LayerSpec = (
     | RotarySpec
     | AttentionSpec
     | ExpertsSpec
+    | MoESpec
 )

@@ -23,7 +23,16 @@ from tfbackend.graph.numbering import numbers_by_tokens
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.head import HeadPlan, plan_head
 from tfbackend.inline import Inlined, behind_interface
-from tfbackend.layerspecs import COLWISE, COLWISE_GATHER, REPLICATED, ROWWISE, ROWWISE_SPLIT, AttentionSpec, QKVSpec
+from tfbackend.layerspecs import (
+    COLWISE,
+    COLWISE_GATHER,
+    REPLICATED,
+    ROWWISE,
+    ROWWISE_PARTIAL,
+    ROWWISE_SPLIT,
+    AttentionSpec,
+    QKVSpec,
+)
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.proof import Prover, plain_float32
@@ -293,6 +302,7 @@ class _Planner:
         self.vocabulary = inside if meta.base_path else meta.embedding_path
         self.model_styles = tensor_parallel_styles(meta)
         self.styles: dict[str, str] = {}
+        self.partial: set[str] = set()
         self.kinds: dict[KindKey, Kind] = {}
         self.matches: dict[tuple[Any, ...], Match | Miss] = {}
         self.sites: dict[str, Site] = {}
@@ -300,7 +310,7 @@ class _Planner:
 
     def collect(self, denied: Mapping[tuple[str, str], Miss]) -> tuple[list[Rewrite], list[Miss]]:
         """Every answer of every fuser. `denied` gives the Misses of (fuser, site) pairs that are not asked again."""
-        self.styles, self.sites, self.denied = dict(self.model_styles), {}, denied
+        self.styles, self.sites, self.denied, self.partial = dict(self.model_styles), {}, denied, set()
         rewrites, misses, claimed = [], [], set[str]()
         for path, module in self.base.named_modules():
             if not path or path in claimed or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -308,11 +318,20 @@ class _Planner:
             for answer in self._ask_all(path, module, claimed):
                 if isinstance(answer, Rewrite):
                     rewrites.append(answer)
-                    self.styles |= {f"{path}.{child}": style for child, style in answer.styles}
+                    self._note_styles(path, answer)
                     claimed |= {f"{path}.{claim}" if claim else path for claim in answer.claims}
                 elif answer.near:
                     misses.append(answer)
         return rewrites, misses
+
+    def _note_styles(self, path: str, rewrite: Rewrite) -> None:
+        """A linear becomes partial where one rewrite asks for it and another finds that it may be rowwise."""
+        for child, style in rewrite.styles:
+            name = f"{path}.{child}"
+            if style == ROWWISE_PARTIAL:
+                self.partial.add(name)
+            else:
+                self.styles[name] = ROWWISE_PARTIAL if style == ROWWISE and name in self.partial else style
 
     def _ask_all(self, path: str, module: nn.Module, claimed: set[str]) -> Iterator[Rewrite | Miss]:
         key = kind_key(module, self.observation.calls.get(path, []))

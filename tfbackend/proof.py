@@ -43,8 +43,9 @@ from tfbackend.layerspecs import (
     QKVSpec,
     RotarySpec,
 )
+from tfbackend.moespec import MoESpec
 from tfbackend.proof_key import content, proof_key
-from tfbackend.proof_parts import SideBySide, Turned, part_of, place_of
+from tfbackend.proof_parts import ReferenceMoE, SideBySide, Turned, part_of, place_of, reference_experts
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import keep_defaults
 
@@ -171,7 +172,7 @@ def prove(site: Site, group: Sequence[Rewrite]) -> str:
                     # Decorators of the original are part of what it does.
                     before = _run(original, type(original).forward, args, kwargs)
                     after = reference.run(original, args, kwargs)
-                if problem := _compare(before, after):
+                if problem := _compare(before, after, min((r.outputs for r in group if r.outputs), default=None)):
                     return problem
         except PlanConflictError:
             raise
@@ -194,8 +195,8 @@ def copied(values: Any) -> Any:
     return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, values)
 
 
-def _compare(before: Any, after: Any) -> str:
-    left = [x for x in tree_leaves(before) if isinstance(x, torch.Tensor)]
+def _compare(before: Any, after: Any, outputs: int | None = None) -> str:
+    left = [x for x in tree_leaves(before) if isinstance(x, torch.Tensor)][:outputs]
     right = [x for x in tree_leaves(after) if isinstance(x, torch.Tensor)]
     if len(left) != len(right) or not left:
         return f"the original gives {len(left)} tensors, the rewritten one {len(right)}"
@@ -317,6 +318,13 @@ def random_inputs(
     return tuple(args), dict(kwargs)
 
 
+_KINDS = ("_modules", "_parameters", "_buffers")
+
+
+def _kinds(module: nn.Module) -> Iterator[dict[str, Any]]:
+    yield from (vars(module)[kind] for kind in _KINDS)
+
+
 class _Reference:
     """The rewritten side: a shallow copy of the original with the new children in reference form."""
 
@@ -338,11 +346,10 @@ class _Reference:
                 return Turned(original)(*args, **kwargs)
             return _copy_state(whole[0].reference(), original)(*args, **kwargs)
         twin = copy.copy(original)
-        own = {"_modules": dict(original._modules), "_parameters": dict(original._parameters)}
-        twin.__dict__ = {**vars(original), **own}
+        twin.__dict__ = {**vars(original), **{kind: dict(vars(original)[kind]) for kind in _KINDS}}
         for rewrite in self.group:
             for name in rewrite.removes:
-                (twin._modules if name in twin._modules else twin._parameters).pop(name)
+                next(own for own in _kinds(twin) if name in own).pop(name)
             for name, spec in rewrite.children:
                 if not isinstance(spec, AttentionSpec):
                     twin._modules[name] = _reference_child(name, spec, rewrite, original)
@@ -374,17 +381,8 @@ def _reference_child(name: str, spec: LayerSpec, rewrite: Rewrite, original: nn.
         parts = sorted((e for e in rewrite.weights if e.target == name), key=lambda entry: place_of(entry.shard))
         return SideBySide([part_of(original.get_submodule(e.source), e.transposed) for e in parts], spec)
     if isinstance(spec, ExpertsSpec):
-        return _reference_experts(spec, original)
+        return reference_experts(spec, original)
+    if isinstance(spec, MoESpec):
+        return ReferenceMoE(spec, name, rewrite.weights, original)
     assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec, RotarySpec))
     return spec.reference()
-
-
-def _reference_experts(spec: ExpertsSpec, original: nn.Module) -> nn.Module:
-    made: Any = spec.reference()
-    first = "gate_up_proj" if spec.gated else "up_proj"
-    made.into, made.out = original.get_parameter(first), original.get_parameter("down_proj")
-    if spec.bias:
-        made.into_bias = original.get_parameter(f"{first}_bias")
-        made.out_bias = original.get_parameter("down_proj_bias")
-    module: nn.Module = made
-    return module

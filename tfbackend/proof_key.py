@@ -35,6 +35,7 @@ def content(rewrite: Rewrite) -> tuple[Any, ...]:
         rewrite.weights,
         rewrite.attributes,
         rewrite.styles,
+        rewrite.outputs,
     )
 
 

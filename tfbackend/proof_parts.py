@@ -1,14 +1,18 @@
-"""Linears on the rewritten side of a proof, by what their weight entries mean."""
+"""Layers of the rewritten side of a proof, by what their weight entries mean."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tfbackend.expertspec import ExpertsSpec
+from tfbackend.fusers.base import WeightEntry
 from tfbackend.layerspecs import MergedLinearSpec, QKVSpec
+from tfbackend.moespec import MoESpec
 
 
 def place_of(shard: str | int | None) -> int:
@@ -44,3 +48,43 @@ class SideBySide(nn.Module):
         if out.shape[-1] != self.width:
             raise ValueError(f"the parts are {out.shape[-1]} wide together, the merged layer {self.width}")
         return out
+
+
+def reference_experts(spec: ExpertsSpec, original: nn.Module) -> nn.Module:
+    """The reference of `spec` on the weights of the experts that it replaces."""
+    made: Any = spec.reference()
+    first = "gate_up_proj" if spec.gated else "up_proj"
+    made.into, made.out = original.get_parameter(first), original.get_parameter("down_proj")
+    if spec.bias:
+        made.into_bias = original.get_parameter(f"{first}_bias")
+        made.out_bias = original.get_parameter("down_proj_bias")
+    module: nn.Module = made
+    return module
+
+
+class ReferenceMoE(nn.Module):
+    """A whole block by what its spec says, on the tensors that its weight entries name."""
+
+    def __init__(self, spec: MoESpec, name: str, entries: Sequence[WeightEntry], original: nn.Module) -> None:
+        super().__init__()
+        self.spec, self.tensors = spec, dict[str, torch.Tensor]()
+        everything = dict(original.named_parameters()) | dict(original.named_buffers())
+        for entry in entries:
+            if ".routed_experts." in entry.target:
+                experts = entry.source.rpartition(".")[0]
+            else:
+                role = entry.target.removeprefix(f"{name}.").removeprefix("runner.gate.")
+                self.tensors[role] = everything[entry.source].flatten(0, -2 if role == "weight" else -1)
+        self.experts = reference_experts(spec.experts, original.get_submodule(experts))
+        self.beside = [original.get_submodule(child) for child in (spec.shared, spec.shared_gate) if child]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        logits = F.linear(flat, self.tensors["weight"], self.tensors.get("bias"))
+        weights, ids = self.spec.router.route(logits, self.spec.experts.top_k, self.tensors.get("correction"))
+        total: torch.Tensor = self.experts(flat, ids, weights)
+        if self.beside:
+            shared, *gate = self.beside
+            added = shared(flat)
+            total = total + (gate[0](flat).sigmoid() * added if gate else added)
+        return total.view(x.shape)

@@ -16,6 +16,7 @@ class ServingSpec:
         tp_size: tensor-parallel ranks that share every layer.
         pp_size: pipeline stages that share the layers.
         ep: whether experts are spread over the tensor-parallel ranks.
+        sequence_parallel_moe: whether those ranks also share out the tokens that experts see.
         quantization: name of the quantization method, or None.
         max_model_len: longest context the engine accepts, in tokens.
         max_tokens: most tokens that one call of the model holds, of all requests together.
@@ -27,6 +28,7 @@ class ServingSpec:
     tp_size: int = 1
     pp_size: int = 1
     ep: bool = False
+    sequence_parallel_moe: bool = False
     quantization: str | None = None
     max_model_len: int = 2048
     max_tokens: int = 8192

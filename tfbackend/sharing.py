@@ -11,12 +11,14 @@ from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
     ROWWISE,
+    ROWWISE_PARTIAL,
     ROWWISE_SPLIT,
     AttentionSpec,
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
 )
+from tfbackend.moespec import MoESpec
 
 
 def uneven(rewrites: Iterable[Rewrite], tp_size: int, *, ep: bool = False) -> Iterator[UnsupportedModelError]:
@@ -42,13 +44,15 @@ def _shared(spec: LayerSpec | None) -> Iterator[tuple[str, int]]:
     """(what, how many) of everything that the ranks share out."""
     if isinstance(spec, AttentionSpec):
         yield from (("query heads", spec.num_heads), (_KV_HEADS, spec.num_kv_heads))
+    elif isinstance(spec, MoESpec):
+        yield from _shared(spec.experts)
     elif isinstance(spec, ExpertsSpec) and spec.kernel:
         yield _EXPERT_WIDTH, spec.intermediate
     elif isinstance(spec, MergedLinearSpec) and spec.style == COLWISE:
         yield from (("output features", width) for width in spec.out_features)
     elif isinstance(spec, LinearSpec) and spec.style in (COLWISE, COLWISE_GATHER):
         yield "output features", spec.out_features
-    elif isinstance(spec, LinearSpec) and spec.style in (ROWWISE, ROWWISE_SPLIT):
+    elif isinstance(spec, LinearSpec) and spec.style in (ROWWISE, ROWWISE_PARTIAL, ROWWISE_SPLIT):
         yield "input features", spec.in_features
 
 

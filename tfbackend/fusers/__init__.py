@@ -12,6 +12,7 @@ from tfbackend.fusers.grown_table import GrownTableFuser
 from tfbackend.fusers.linear import LinearFuser
 from tfbackend.fusers.linear_pair import LinearPairFuser
 from tfbackend.fusers.merged_column import MergedColumnFuser
+from tfbackend.fusers.moe import MoEFuser
 from tfbackend.fusers.norm import NormFuser
 from tfbackend.fusers.packed_qkv import PackedQKVFuser
 from tfbackend.fusers.qkv import QKVFuser
@@ -27,6 +28,7 @@ FUSERS: tuple[Fuser, ...] = (
     MergedColumnFuser(),
     FixedRopeFuser(),
     GrownTableFuser(),
+    MoEFuser(),
     ExpertsFuser(),
     NormFuser(),
     EmbeddingFuser(),

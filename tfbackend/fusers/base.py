@@ -76,6 +76,8 @@ class Rewrite:
         weights: how the tensors of the removed children reach the new ones.
         styles: tensor-parallel style, by child, of linears that this rewrite relies on but leaves to the linear fuser.
         claims: children of the site ("" for the site itself) that no other rewrite may touch.
+        outputs: how many of the tensors that the site returns, from the first, are to stay; None for all. The others
+            were seen to be of no use to anyone.
         captured: what the pattern's roles were bound to, for the reader.
         summary: one line.
     """
@@ -91,6 +93,7 @@ class Rewrite:
     weights: tuple[WeightEntry, ...] = ()
     styles: tuple[tuple[str, str], ...] = ()
     claims: frozenset[str] = frozenset()
+    outputs: int | None = None
     captured: tuple[tuple[str, str], ...] = ()
 
 

@@ -39,7 +39,7 @@ class ExpertsFuser:
         module: Any = site.module
         if not has_experts_interface(module):
             return Miss(self.name, site.qualname, "is not behind the experts interface", near=False)
-        spec = self._read(site, module) if not site.serving.quantization else "quantized experts have no loader yet"
+        spec = read_experts(site, module, site.qualname)
         if isinstance(spec, str):
             return Miss(self.name, site.qualname, spec, site.place())
         names = tuple(name for name, _ in module.named_parameters())
@@ -53,36 +53,12 @@ class ExpertsFuser:
             summary=str(spec),
             children=(("routed", spec),),
             removes=names,
-            weights=tuple(WeightEntry(name, f"routed.runner.routed_experts.{_LIVE[name]}") for name in names),
+            weights=tuple(WeightEntry(name, f"routed.runner.routed_experts.{LIVE[name]}") for name in names),
             claims=match.claims,
         )
 
-    def _read(self, site: Site, module: Any) -> ExpertsSpec | str:
-        names = {name: parameter.shape for name, parameter in module.named_parameters()}
-        if problem := _shape_problem(module, names):
-            return problem
-        first = "gate_up_proj" if module.has_gate else "up_proj"
-        experts, down = names[first][0], names["down_proj"][1:]
-        hidden, width = down if not module.is_transposed else (down[1], down[0])
-        call = _call(site)
-        if isinstance(call, str):
-            return call
-        sizes = ExpertsSpec(
-            num_experts=experts,
-            top_k=call,
-            hidden=hidden,
-            intermediate=width,
-            gated=module.has_gate,
-            bias=module.has_bias,
-            transposed=module.is_transposed,
-        )
-        spec = _rule(module, sizes)
-        if isinstance(spec, str):
-            return spec
-        return spec if _has_kernel(spec, site.serving) else spec.without_kernel()
 
-
-_LIVE = {
+LIVE = {
     "gate_up_proj": "w13_weight",
     "up_proj": "w13_weight",
     "down_proj": "w2_weight",
@@ -91,6 +67,34 @@ _LIVE = {
     "down_proj_bias": "w2_bias",
 }
 """Parameter of a Transformers class -> that of the layer here."""
+
+
+def read_experts(site: Site, module: Any, path: str) -> ExpertsSpec | str:
+    """What the experts at `path`, which are `site` or a child of it, compute; or why that cannot be said."""
+    if site.serving.quantization:
+        return "quantized experts have no loader yet"
+    names = {name: parameter.shape for name, parameter in module.named_parameters()}
+    if problem := _shape_problem(module, names):
+        return problem
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    experts, down = names[first][0], names["down_proj"][1:]
+    hidden, width = down if not module.is_transposed else (down[1], down[0])
+    call = _call(module, site.observation.calls.get(path, []))
+    if isinstance(call, str):
+        return call
+    sizes = ExpertsSpec(
+        num_experts=experts,
+        top_k=call,
+        hidden=hidden,
+        intermediate=width,
+        gated=module.has_gate,
+        bias=module.has_bias,
+        transposed=module.is_transposed,
+    )
+    spec = _rule(module, sizes)
+    if isinstance(spec, str):
+        return spec
+    return spec if _has_kernel(spec, site.serving) else spec.without_kernel()
 
 
 def _shape_problem(module: Any, names: dict[str, torch.Size]) -> str:
@@ -108,13 +112,12 @@ def _shape_problem(module: Any, names: dict[str, torch.Size]) -> str:
     return ""
 
 
-def _call(site: Site) -> int | str:
+def _call(module: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> int | str:
     """How many experts a token of the observed call has, or why the call is not the interface's."""
-    calls = site.observation.calls.get(site.qualname, [])
     if not calls:
         return "the model did not call it in the observed run"
     args, kwargs = calls[0]
-    names = list(inspect.signature(inspect.unwrap(type(site.module).forward)).parameters)[1:]
+    names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
     given = [*args, *kwargs.values()]
     if list(kwargs) != names[len(args) : len(given)] or len(given) != 3:
         return f"is called with {len(args)} arguments and {', '.join(kwargs) or 'no keywords'}"

@@ -74,6 +74,9 @@ class Observation:
         counting: paths of modules whose query, key or value depends on a count of tokens that the model made.
         inline: module path -> how often it weighs tokens against tokens by itself, beside the attention interface.
         masks: what the masks of the run hide.
+        operations: how many there were.
+        returned: module path -> how many of them there had been when it returned.
+        read: id of a tensor -> the number of the last operation that took it.
     """
 
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
@@ -86,6 +89,16 @@ class Observation:
     counting: list[str] = field(default_factory=list)
     inline: dict[str, int] = field(default_factory=dict)
     masks: Masks = field(default_factory=dict)
+    operations: int = 0
+    returned: dict[str, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
+
+    def unread(self, path: str) -> list[bool] | None:
+        """For each element of the tuple that the one call of a module returned, whether nothing was done with it."""
+        output = self.outputs.get(path)
+        if len(self.calls.get(path, ())) != 1 or not isinstance(output, tuple) or path not in self.returned:
+            return None
+        return [isinstance(x, torch.Tensor) and self.read.get(id(x), 0) <= self.returned[path] for x in output]
 
 
 def observe(base: nn.Module) -> Observation:
@@ -122,7 +135,7 @@ def observe(base: nn.Module) -> Observation:
     ):
         inputs = model_inputs(base, torch.device("meta"))
         try:
-            with counted, _InlineAttention(seen, running):
+            with counted, _Operations(seen, running):
                 base(**inputs)
         except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
@@ -172,15 +185,19 @@ def call_keywords(base: nn.Module, positions: torch.Tensor) -> dict[str, Any]:
     return keywords
 
 
-class _InlineAttention(TorchFunctionMode):
-    """Notes which module, the innermost of `running`, weighs tokens against tokens."""
+class _Operations(TorchFunctionMode):
+    """Notes what operations take, and which module, the innermost of `running`, weighs tokens against tokens."""
 
     def __init__(self, seen: Observation, running: list[tuple[str, nn.Module]]) -> None:
         super().__init__()
         self.seen, self.running = seen, running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, and count it where it is a softmax over the tokens or an attention of torch's."""
+        """Run `func`, note what it took, and count it where it is a softmax over tokens or an attention of torch's."""
+        self.seen.operations += 1
+        for taken in tree_leaves((args, kwargs)):
+            if isinstance(taken, torch.Tensor):
+                self.seen.read[id(taken)] = self.seen.operations
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if (name in SOFTMAX and tuple(result.shape[-2:]) == (TOKENS, TOKENS)) or name == SDPA:
@@ -211,6 +228,7 @@ def _calls_into(seen: Observation, base: nn.Module, running: list[tuple[str, nn.
             finally:
                 running.pop()
             _note_made(seen, path, module, output)
+            seen.returned[path] = seen.operations
             ran = since(seen, path, marks, output) if marks is not None else None
         seen.outputs[path] = output
         repeats.after(path, key, (args, kwargs), output, ran)

@@ -15,6 +15,7 @@ from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
     ROWWISE,
+    ROWWISE_PARTIAL,
     ROWWISE_SPLIT,
     EmbeddingSpec,
     LinearSpec,
@@ -23,6 +24,7 @@ from tfbackend.layerspecs import (
     QKVSpec,
 )
 from tfbackend.meta import MetaModel
+from tfbackend.moespec import MoESpec
 from tfbackend.plan import Plan
 from tfbackend.weights.mapping import BASE, HEAD, REST
 from tfbackend.weights.names import join
@@ -121,6 +123,8 @@ def _owner(name: str, order: dict[str, int]) -> str:
 def _of_spec(path: str, spec: Any, tp: int, dtype: torch.dtype, ep: bool = False) -> list[ServedParameter]:
     if isinstance(spec, ExpertsSpec):
         return list(_experts(path, spec, tp, dtype, ep))
+    if isinstance(spec, MoESpec):
+        return [*_router(path, spec, dtype), *_experts(path, spec.experts, tp, dtype, ep)]
     if isinstance(spec, LinearSpec):
         return _linear(path, spec, tp, dtype)
     if isinstance(spec, MergedLinearSpec):
@@ -140,7 +144,7 @@ def _linear(path: str, spec: LinearSpec, tp: int, dtype: torch.dtype) -> list[Se
     if spec.style in (COLWISE, COLWISE_GATHER):
         return _columns(path, rows, (columns,), spec.bias, tp, dtype)
     weight = ServedParameter(f"{path}.weight", (columns, rows), (columns, rows), dtype, linear=True)
-    if spec.style in (ROWWISE, ROWWISE_SPLIT):
+    if spec.style in (ROWWISE, ROWWISE_PARTIAL, ROWWISE_SPLIT):
         problem = _uneven("input features", rows, tp)
         weight = replace(weight, rank_shape=(columns, _share(rows, tp)), how="rows", dim=1, problem=problem)
     bias = [ServedParameter(f"{path}.bias", (columns,), (columns,), dtype)] if spec.bias else []
@@ -179,6 +183,15 @@ def _qkv(path: str, spec: QKVSpec, tp: int, dtype: torch.dtype) -> list[ServedPa
     return [weight, replace(weight, name=f"{path}.bias", shape=(whole,), rank_shape=(own,), linear=False)][
         : 1 + spec.bias
     ]
+
+
+def _router(path: str, spec: MoESpec, dtype: torch.dtype) -> Iterator[ServedParameter]:
+    experts, hidden = spec.experts.num_experts, spec.experts.hidden
+    yield ServedParameter(f"{path}.runner.gate.weight", (experts, hidden), (experts, hidden), dtype)
+    if spec.router.bias:
+        yield ServedParameter(f"{path}.runner.gate.bias", (experts,), (experts,), dtype)
+    if spec.router.correction:
+        yield ServedParameter(f"{path}.correction", (experts,), (experts,), torch.float32)
 
 
 def _experts(path: str, spec: ExpertsSpec, tp: int, dtype: torch.dtype, ep: bool) -> Iterator[ServedParameter]:
@@ -274,7 +287,7 @@ def collectives(plan: Plan) -> list[Collective]:
         kind = ""
         if isinstance(spec, LinearSpec):
             kind = _EXCHANGES.get(spec.style, "")
-        elif isinstance(spec, EmbeddingSpec) or (isinstance(spec, ExpertsSpec) and spec.kernel):
+        elif isinstance(spec, (EmbeddingSpec, MoESpec)) or (isinstance(spec, ExpertsSpec) and spec.kernel):
             kind = "all-reduce"
         if kind:
             name = join(BASE, path)

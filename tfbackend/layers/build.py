@@ -25,6 +25,7 @@ from tfbackend.layers.attention import PaddedAttention
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
 from tfbackend.layers.experts import experts
+from tfbackend.layers.moe import KernelMoE
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
 from tfbackend.layers.rotary import Rotary
 from tfbackend.layers.sinks import own_sinks
@@ -33,6 +34,7 @@ from tfbackend.layerspecs import (
     COLWISE_GATHER,
     REPLICATED,
     ROWWISE,
+    ROWWISE_PARTIAL,
     ROWWISE_SPLIT,
     ActMulSpec,
     AttentionSpec,
@@ -44,6 +46,7 @@ from tfbackend.layerspecs import (
     QKVSpec,
     RotarySpec,
 )
+from tfbackend.moespec import MoESpec
 
 
 def build_layer(spec: LayerSpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
@@ -69,6 +72,7 @@ _LINEAR_CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     COLWISE_GATHER: (ColumnParallelLinear, {"gather_output": True}),
     ROWWISE: (RowParallelLinear, {}),
     ROWWISE_SPLIT: (RowParallelLinear, {"input_is_parallel": False}),
+    ROWWISE_PARTIAL: (RowParallelLinear, {"reduce_results": False}),
     REPLICATED: (ReplicatedLinear, {}),
 }
 
@@ -173,6 +177,10 @@ def _experts(spec: ExpertsSpec, prefix: str, context: BuildContext, _: nn.Module
     return experts(spec, prefix, context)
 
 
+def _moe(spec: MoESpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
+    return KernelMoE(spec, prefix, context, site)
+
+
 def own_slopes(slopes: tuple[float, ...], tp_size: int) -> list[float]:
     """The ALiBi slopes of this rank's heads."""
     heads = len(slopes) // tp_size
@@ -190,6 +198,7 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     EmbeddingSpec: _embedding,
     AttentionSpec: _attention,
     ExpertsSpec: _experts,
+    MoESpec: _moe,
 }
 
 

@@ -19,6 +19,7 @@ class BuildContext:
     tp_size: ranks that share a layer.
     eplb: whether experts move between ranks while the engine runs.
     redundant_experts: copies of experts beyond one of each, over all ranks.
+    sequence_parallel_moe: whether tensor-parallel ranks share out the tokens of experts that are spread over ranks.
     rotary_tables: what the rotary layers of the model share.
     """
 
@@ -29,4 +30,5 @@ class BuildContext:
     tp_size: int
     eplb: bool = False
     redundant_experts: int = 0
+    sequence_parallel_moe: bool = False
     rotary_tables: RotaryTables = field(default_factory=RotaryTables)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from tfbackend.expertspec import ExpertsSpec
 from tfbackend.layers.context import BuildContext
@@ -31,24 +32,7 @@ class KernelExperts(nn.Module):
 
     def __init__(self, spec: ExpertsSpec, prefix: str, context: BuildContext) -> None:
         super().__init__()
-        self.runner = FusedMoEFactory(
-            num_experts=spec.num_experts,
-            top_k=spec.top_k,
-            hidden_size=spec.hidden,
-            intermediate_size=spec.intermediate,
-            params_dtype=context.dtype,
-            renormalize=False,
-            quant_config=context.quant_config,
-            custom_routing_function=unpack_routing,
-            activation=spec.activation,
-            has_bias=spec.bias,
-            enable_eplb=context.eplb,
-            num_redundant_experts=context.redundant_experts,
-            prefix=f"{prefix}.runner",
-        )
-        routed: Any = self.runner.routed_experts
-        for name, parameter in routed.named_parameters(recurse=False):
-            parameter.weight_loader = partial(_load, spec, routed, name)
+        self.runner = runner(spec, prefix, context, renormalize=False, custom_routing_function=unpack_routing)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `experts`."""
@@ -58,6 +42,32 @@ class KernelExperts(nn.Module):
             weights, ids = weights * (ids >= 0), ids.clamp(min=0)
         output: torch.Tensor = self.runner(x, torch.cat((weights.float(), ids.float()), dim=-1))
         return output
+
+
+def runner(spec: ExpertsSpec, prefix: str, context: BuildContext, **routing: Any) -> MoERunner:
+    """vLLM's runner of these experts, whose parameters load what the checkpoint has. `routing` is for its router."""
+    made = FusedMoEFactory(
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.intermediate,
+        params_dtype=context.dtype,
+        quant_config=context.quant_config,
+        activation=spec.activation,
+        has_bias=spec.bias,
+        enable_eplb=context.eplb,
+        num_redundant_experts=context.redundant_experts,
+        prefix=f"{prefix}.runner",
+        **routing,
+    )
+    routed: Any = made.routed_experts
+    for name in LOADED:
+        if (parameter := routed._parameters.get(name)) is not None:
+            parameter.weight_loader = partial(_load, spec, routed, name)
+    return made
+
+
+LOADED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 
 
 def unpack_routing(

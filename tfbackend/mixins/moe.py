@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig
 
 from tfbackend.layers.experts import KernelExperts
+from tfbackend.layers.moe import KernelMoE
 from tfbackend.mixins.base import Base
 
 
@@ -30,7 +31,8 @@ class MoEMixin(Base):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.expert_weights = []
-        self.moe_layers: list[Any] = [m.runner for m in self.model.modules() if isinstance(m, KernelExperts)]
+        layers = (m for m in self.model.modules() if isinstance(m, (KernelExperts, KernelMoE)))
+        self.moe_layers: list[Any] = [layer.runner for layer in layers]
         self.num_moe_layers = len(self.moe_layers)
         self.num_expert_groups, self.num_shared_experts = 1, 0
         config = self.moe_layers[0].moe_config if self.moe_layers else None
