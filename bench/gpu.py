@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,31 @@ def _prefill(llm: Any) -> float:
     return max(8 * PREFILL / _generate(llm, 8, PREFILL, 1, salt) for salt in (4, 5))
 
 
-def _kernels(llm: Any, steps: int = 16) -> dict[str, float]:
+def _kernels(llm: Any, steps: int = 16) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as short:
         _generate(llm, 1, 16, 4, 6)
     with profile(activities=[ProfilerActivity.CUDA]) as long:
         _generate(llm, 1, 16, 4 + steps, 7)
-    counts, busy = zip(*(_device_events(p) for p in (short, long)), strict=True)
-    return {"kernels": (counts[1] - counts[0]) / steps, "busy_us": (busy[1] - busy[0]) / steps}
+    before, after = (_device_events(profiler) for profiler in (short, long))
+    by_name = {
+        name: [(count - before[name][0]) / steps, (busy - before[name][1]) / steps]
+        for name, (count, busy) in after.items()
+    }
+    by_name = {name: found for name, found in by_name.items() if found[0] > 0.5}
+    totals = {"kernels": sum(n for n, _ in by_name.values()), "busy_us": sum(us for _, us in by_name.values())}
+    return totals | {"by_name": by_name}
 
 
-def _device_events(profiler: Any) -> tuple[int, float]:
-    events = [e for e in profiler.events() if "CUDA" in str(e.device_type) and not e.name.startswith("Mem")]
-    return len(events), sum(e.device_time for e in events)
+def _device_events(profiler: Any) -> defaultdict[str, tuple[int, float]]:
+    """Kernel -> (how often it ran, microseconds in all)."""
+    found: defaultdict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for event in profiler.events():
+        if "CUDA" in str(event.device_type) and not event.name.startswith("Mem"):
+            count, busy = found[event.name]
+            found[event.name] = count + 1, busy + event.device_time
+    return found
 
 
 def run(model: Path, mode: str, name: str, log: Path, limit: float) -> dict[str, Any]:
@@ -91,7 +103,7 @@ def run(model: Path, mode: str, name: str, log: Path, limit: float) -> dict[str,
         "max_num_seqs": 64,
         "enforce_eager": mode == "eager",
         "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.6,
+        "gpu_memory_utilization": 0.8,
         "disable_log_stats": True,
         **extra,
     }
@@ -150,6 +162,8 @@ def main() -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--runs", nargs="+", default=["llama-3.1-8b:eager", "llama-3.1-8b:compiled"])
     parser.add_argument("--limit", type=float, default=540)
+    parser.add_argument("--each", type=float, default=200, help="seconds that one engine may take")
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS))
     parser.add_argument("--side-by-side", nargs="+", default=[])
     options = parser.parse_args()
     for item in options.side_by_side:
@@ -159,17 +173,17 @@ def main() -> int:
     deadline, results = time.monotonic() + options.limit, []
     for item in options.runs:
         model, mode = item.rsplit(":", 1)
-        for name in CONTESTANTS:
+        for name in options.contestants:
             left = deadline - time.monotonic()
             if left < 30:
                 break
             log = options.results.with_name(f"{model}-{mode}-{name}.log")
             result = {"model": model, "mode": mode, "contestant": name}
-            result |= run(options.models / model, mode, name, log, min(left, 200))
+            result |= run(options.models / model, mode, name, log, min(left, options.each))
             results.append(result)
             with options.results.open("a") as file:
                 file.write(json.dumps(result) + "\n")
-            print(json.dumps(result), flush=True)
+            print(json.dumps({key: value for key, value in result.items() if key != "by_name"}), flush=True)
     Console(width=150).print(table(results))
     return 0
 
