@@ -6,6 +6,7 @@ from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 
 from tfbackend.layers.experts import KernelExperts
@@ -23,15 +24,19 @@ class MoEMixin(Base):
         num_logical_experts, num_routed_experts: experts that a router chooses from.
         num_physical_experts, num_local_physical_experts: with redundant copies, over all ranks and on this one.
         num_redundant_experts: copies beyond the first.
-        num_expert_groups, num_shared_experts: 1 and 0: groups and shared experts stay in the model's own code.
+        num_expert_groups, num_shared_experts: 1 and 0: no use is made of them where experts move.
     """
 
     expert_weights: MutableSequence[Sequence[torch.Tensor]]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.count_experts(self.model)
+
+    def count_experts(self, model: nn.Module) -> None:
+        """Find the runners of `model` and fill in the attributes."""
         self.expert_weights = []
-        layers = (m for m in self.model.modules() if isinstance(m, (KernelExperts, KernelMoE)))
+        layers = (m for m in model.modules() if isinstance(m, (KernelExperts, KernelMoE)))
         self.moe_layers: list[Any] = [layer.runner for layer in layers]
         self.num_moe_layers = len(self.moe_layers)
         self.num_expert_groups, self.num_shared_experts = 1, 0
