@@ -12,6 +12,8 @@ from vllm.config import CacheConfig, CompilationMode, VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tfbackend.layers.context import BuildContext
+from tfbackend.layers.mla import mla_sizes
+from tfbackend.mlaspec import MLASpec
 from tfbackend.plan import Plan
 from tfbackend.serving import ServingSpec
 
@@ -30,6 +32,7 @@ def serving_spec(config: VllmConfig) -> ServingSpec:
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         device=config.device_config.device_type,
         compiled=config.compilation_config.mode != CompilationMode.NONE,
+        mla=mla_sizes(config),
     )
 
 
@@ -47,14 +50,16 @@ def build_context(config: VllmConfig) -> BuildContext:
     )
 
 
-def settle_blocks(config: VllmConfig) -> None:
+def settle_blocks(config: VllmConfig, plan: Plan) -> None:
     """Give the KV cache blocks that attention over whole keys and values can use; call it before layers are built.
 
-    vLLM takes a config with `kv_lora_rank` for a cache of compressed latents, and on a CPU fixes the blocks of 16
-    tokens that its kernel for those needs. We keep whole keys and values, for which the kernel takes multiples of 32.
+    vLLM takes a config with `kv_lora_rank` for a cache of latents, and on a CPU fixes the blocks of 16 tokens that its
+    kernel for those needs. Where the plan keeps whole keys and values all the same, the kernel takes multiples of 32.
     The engine reads the size off the layers, so that nothing else has to be told.
     """
     cache = config.cache_config
+    if any(isinstance(spec, MLASpec) for _, spec in plan.attention):
+        return
     if config.model_config.use_mla and config.device_config.device_type == "cpu" and cache.block_size % 32:
         cache.block_size = 128
 
