@@ -10,12 +10,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from tfbackend.serving import MLASizes
+
+_NAMES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""What configs call the fields of MLASizes, in their order."""
+
+
+def sizes_named(config: Any) -> MLASizes | str:
+    """The widths that a config names, by which vLLM lays out its cache; or what it does not name."""
+    found: list[Any] = [getattr(config, name, None) for name in _NAMES]
+    absent = [name for name, size in zip(_NAMES, found, strict=True) if not isinstance(size, int) or size <= 0]
+    return f"its config has no {', '.join(absent)}" if absent else MLASizes(*found)
 
 
 @dataclass(frozen=True)

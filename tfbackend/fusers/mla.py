@@ -42,14 +42,14 @@ class MLAFuser:
         wanted = site.serving.mla
         if isinstance(wanted, str):
             return self._miss(site, wanted, near=wanted != MLA_OFF)
-        (node,) = linear_sources(site, _argument(trace.attention[0], 2))
+        node = linear_sources(site, _argument(trace.attention[0], 2))[0]
+        if problem := _linear_problem(site, str(node.target)):
+            return self._miss(site, problem)
         found = find_expansion(trace, node)
         if isinstance(found, str):
             return self._miss(site, found)
         if found.sizes != wanted:
             return self._miss(site, f"it has {found.sizes}, and the engine has kernels for {wanted}")
-        if problem := _linear_problem(site, str(node.target)):
-            return self._miss(site, problem)
         query, out = _query_linear(site), consumer(site, trace.attention[0])
         if site.serving.tp_size > 1 and (problem := _sharing_problem(site, query, out)):
             return self._miss(site, problem)
@@ -101,7 +101,7 @@ def _from_latents(site: Site) -> bool:
     """Whether the values come from one linear and the keys from that one too, whatever else they have."""
     node = site.trace.attention[0]
     values = linear_sources(site, _argument(node, 2))
-    if len(values) != 1 or values[0] in linear_sources(site, _argument(node, 0)):
+    if len({value.target for value in values}) != 1 or values[0] in linear_sources(site, _argument(node, 0)):
         return False
     # Keys may be written into an empty tensor, which comes from nothing; those of other attention have a linear.
     keys = linear_sources(site, _argument(node, 1))

@@ -21,6 +21,7 @@ from tfbackend.inspection.memory import Memory
 from tfbackend.inspection.target import Target, find, pick_dtype
 from tfbackend.inspection.tree import Site, build_tree
 from tfbackend.inspection.verdict import Finding
+from tfbackend.mlaspec import sizes_named
 from tfbackend.plan import Plan, draft_plan
 from tfbackend.proof import Prover
 from tfbackend.serving import ServingSpec
@@ -189,6 +190,7 @@ def _serving(request: Request, target: Target) -> ServingSpec:
         max_model_len=request.max_model_len or _limit(target.config) or 2048,
         device="cuda",
         compiled=True,
+        mla=sizes_named(target.config.get_text_config()),  # a GPU has a kernel for any
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
@@ -12,7 +10,7 @@ from vllm.v1.attention.backends.mla.prefill import get_mla_prefill_backend
 from vllm.v1.attention.selector import get_attn_backend
 
 from tfbackend.layers.context import BuildContext
-from tfbackend.mlaspec import MLASpec
+from tfbackend.mlaspec import MLASpec, sizes_named
 from tfbackend.serving import MLASizes
 
 
@@ -58,7 +56,7 @@ def latent_attention(spec: MLASpec, prefix: str, context: BuildContext) -> Laten
 def mla_sizes(config: VllmConfig) -> MLASizes | str:
     """The widths for which vLLM has kernels over a cache of latents here, or why it has none.
 
-    vLLM reads the widths off the config, and so do its metadata: a model that turns out to have others cannot use them.
+    vLLM lays out its metadata by the widths that the config names: a model that turns out to have others is told so.
     """
     model, text = config.model_config, config.model_config.hf_text_config
     if not model.use_mla:
@@ -66,12 +64,8 @@ def mla_sizes(config: VllmConfig) -> MLASizes | str:
         return "VLLM_MLA_DISABLE is set" if named else "its config has no kv_lora_rank"
     if config.lora_config is not None:
         return "an adapter could not change the linear that becomes part of the attention layer"
-    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    found: list[Any] = [getattr(text, name, None) for name in names]
-    if not all(isinstance(size, int) and size > 0 for size in found):
-        return f"its config has no {', '.join(name for name, size in zip(names, found, strict=True) if not size)}"
-    sizes = MLASizes(*found)
-    return _kernel_problem(config, sizes) or sizes
+    sizes = sizes_named(text)
+    return sizes if isinstance(sizes, str) else _kernel_problem(config, sizes) or sizes
 
 
 def _kernel_problem(config: VllmConfig, sizes: MLASizes) -> str:
