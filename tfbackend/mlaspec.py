@@ -21,6 +21,10 @@ _NAMES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """What configs call the fields of MLASizes, in their order."""
 
 
+WIDTHS = (320, 512, 576)
+"""Numbers of a token in the cache that vLLM has any kernel for."""
+
+
 def sizes_named(config: Any) -> MLASizes | str:
     """The widths that a config names, by which vLLM lays out its cache; or what it does not name."""
     found: list[Any] = [getattr(config, name, None) for name in _NAMES]

@@ -8,12 +8,19 @@ from tests.serve import probes
 from tests.serve.engine import Harness, Request, Served
 from tests.serve.judge import SAME_COMPUTATION, judge
 from tests.serve.matrix.attempt import expect
-from tests.serve.matrix.overrides import VARIANTS
 from tests.serve.tiny import make_prompts
 
 pytestmark = pytest.mark.engine
 
-NAMES = [name for name in VARIANTS if "+latents" in name]
+NAMES = {
+    "deepseek_v3": "a query of low rank, rotated in pairs",
+    "deepseek_v3+halves": "rotated in halves",
+    "deepseek_v3+yarn": "scores of another scale than that of the width",
+    "deepseek_v2": "rotated by complex numbers",
+    "deepseek_v2+wholequery": "a query from one linear",
+    "glm4_moe_lite": "",
+    "youtu": "of no type that vLLM knows for its latents",
+}
 LATENTS = {"MLAAttentionSpec 1x576 float32, 16 tokens of 36864 bytes"}
 """One head of 512 + 64 numbers, of 4 bytes each, once and not for keys and values: 16 * 576 * 4."""
 
@@ -45,11 +52,11 @@ def test_pages_hold_latents(harness: Harness, name: str) -> None:
 
 
 def test_compiled(harness: Harness) -> None:
-    pages, _ = _serve(harness, "youtu+latents", enforce_eager=False).inspected[0]
+    pages, _ = _serve(harness, "youtu", enforce_eager=False).inspected[0]
     assert pages == LATENTS
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3+latents", "deepseek_v2+latents"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2+wholequery"])
 def test_two_ranks(harness: Harness, name: str) -> None:
     """Each rank has half of the heads and all of the latents."""
     served = _serve(harness, name, tensor_parallel_size=2)
@@ -57,15 +64,15 @@ def test_two_ranks(harness: Harness, name: str) -> None:
 
 
 def test_whole_keys_and_values_where_the_user_says_so(harness: Harness) -> None:
-    served = _serve(harness, "youtu+latents", env={"VLLM_MLA_DISABLE": "1"}, attention_backend=None)
+    served = _serve(harness, "youtu", env={"VLLM_MLA_DISABLE": "1"}, attention_backend=None)
     pages, misses = served.inspected[0]
     assert {page.split()[0] for page in pages} == {"FullAttentionSpec"}
     assert "mla: keys and values are cached whole: VLLM_MLA_DISABLE is set" in misses
 
 
 def test_whole_keys_and_values_where_there_is_no_kernel(harness: Harness) -> None:
-    """youtu itself has widths that no kernel of a CPU is for; its blocks are then not the 16 tokens of that kernel."""
-    pages, misses = _serve(harness, "youtu").inspected[0]
+    """Its blocks are then not the 16 tokens that the kernel over latents is for."""
+    pages, misses = _serve(harness, "deepseek_v3+padded").inspected[0]
     assert {page.split()[0] for page in pages} == {"FullAttentionSpec"}
-    assert all("16 tokens" not in page for page in pages)
+    assert all(" 128 tokens" in page for page in pages)
     assert [miss for miss in misses if "mla: keys and values are cached whole: CPU_MLA has no kernel" in miss]

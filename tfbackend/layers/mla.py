@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.v1.attention.backends.mla.prefill import get_mla_prefill_backend
 from vllm.v1.attention.selector import get_attn_backend
@@ -76,6 +77,7 @@ def _kernel_problem(config: VllmConfig, sizes: MLASizes) -> str:
         get_mla_prefill_backend(config)
     except (ValueError, NotImplementedError) as error:
         return f"vLLM has no kernel over latents for it: {' '.join(str(error).split())}"
-    if not backend.supports_head_size(sizes.cached) or not backend.supports_dtype(dtype):
+    fits = MLACommonBackend.supports_head_size(sizes.cached) and backend.supports_head_size(sizes.cached)
+    if not fits or not backend.supports_dtype(dtype):
         return f"{backend.get_name()} has no kernel over latents for {sizes} in {str(dtype).removeprefix('torch.')}"
     return ""

@@ -59,7 +59,7 @@ class Base(nn.Module):
         if self.plan.masked:
             meta.give_masks(built)
         self._adopt(self.plan)
-        adapt.settle_blocks(self.vllm_config, self.plan)
+        adapt.settle_cache(self.vllm_config, self.plan)
         self.context = adapt.build_context(self.vllm_config)
         self.weight_map = build_weight_map(built.model, self.plan, quantized=self.quant_config is not None)
         path = f"{prefix}.model" if prefix else "model"

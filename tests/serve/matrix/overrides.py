@@ -87,13 +87,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
-# Latent attention of the widths that vLLM has a kernel for on a CPU.
-_LATENTS = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-}
+# The rules give latent attention the widths that vLLM has a kernel for on a CPU; of these it has none.
+_NO_KERNEL = {"kv_lora_rank": 96, "v_head_dim": 32}
 # Without a factor for the angles themselves, so that only the scale of the scores has one.
 _YARN = {
     "rope_type": "yarn",
@@ -110,30 +105,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bert+encoder": {"is_decoder": False},
     "bloom+postnorm": {"apply_residual_connection_post_layernorm": True},
     "codegen+inner": {"n_inner": None, "tie_word_embeddings": True},
-    "axk1+latents": _LATENTS,
-    "deepseek_v2+latents": _LATENTS | {"q_lora_rank": None},
-    "deepseek_v3+latents": _LATENTS | {"rope_interleave": True, "attention_bias": True},
-    "deepseek_v3+latents-halves": _LATENTS | {"rope_interleave": False},
-    "deepseek_v3+latents-yarn": _LATENTS | {"rope_parameters": _YARN},
+    "deepseek_v2+wholequery": {"q_lora_rank": None},
+    "deepseek_v3+halves": {"rope_interleave": False},
+    "deepseek_v3+padded": _NO_KERNEL,
+    "deepseek_v3+yarn": {"rope_parameters": _YARN},
     "falcon+alibi": {"alibi": True, "multi_query": False, "num_kv_heads": 4, "parallel_attn": False},
     "falcon+alibi-parallel": {"alibi": True, "bias": False},
     "falcon+grouped": {"new_decoder_architecture": True},
     "falcon+heads": {"multi_query": False, "num_kv_heads": 4, "tie_word_embeddings": False},
     "gemma4_text+keys-as-values": {"attention_k_eq_v": True},
     "gemma4_text+wide": {"use_double_wide_mlp": True},
-    "glm4_moe_lite+latents": _LATENTS,
     "gpt2+inverse": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
     "gpt2+unscaled": {"scale_attn_weights": False, "tie_word_embeddings": False},
     "gpt_neo+local": {"attention_types": [[["local"], 4]]},
     "gptj+tied": {"rotary_dim": 32, "tie_word_embeddings": True},
     "hyperclovax+prenorm": {"use_post_norm": False},
     "modernbert-decoder+normbias": {"norm_bias": True, "decoder_bias": False},
-    "minicpm3+latents": _LATENTS,
+    "minicpm3+padded": _NO_KERNEL,
     "mpt+bias": {"no_bias": False, "logit_scale": None},
     "mpt+keynorm": {"attn_config": {"attn_pdrop": ..., "qk_ln": True, "softmax_scale": 0.3}},
     "olmo+clip": {"clip_qkv": 1.0},
     "xglm+unscaled": {"scale_embedding": False},
-    "youtu+latents": _LATENTS,
     "youtu+wholequery": {"q_lora_rank": None},
 }
 
