@@ -14,7 +14,7 @@ from tfbackend.graph.interface import attention_interface
 from tfbackend.graph.observe import TOKENS, Observation, observe
 from tfbackend.plan import _collect_proven, _Planner
 from tfbackend.proof import Prover
-from tfbackend.serving import ServingSpec
+from tfbackend.serving import MLA_OFF, MLASizes, ServingSpec
 from tfbackend.source.edits import apply_edits
 
 SIZES = {
@@ -93,12 +93,15 @@ def decide(
     sequence_parallel_moe: bool = False,
     directory: Path | None = None,
     budget: float = 60.0,
+    mla: MLASizes | str = MLA_OFF,
 ) -> Decision:
     """Plan a model of the modules that `build` makes."""
     with init_empty_weights(include_buffers=False):
         base = OneSite([make() for make in build], tp_plan=tp_plan)
     base.eval()
-    serving = ServingSpec(tp_size=tp_size, quantization=quantization, sequence_parallel_moe=sequence_parallel_moe)
+    serving = ServingSpec(
+        tp_size=tp_size, quantization=quantization, sequence_parallel_moe=sequence_parallel_moe, mla=mla
+    )
     return Decision(base, serving, Prover(directory, budget))
 
 

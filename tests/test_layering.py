@@ -97,7 +97,8 @@ def test_nothing_comes_from_the_backend_that_vllm_brings(path):
         ("activations.py", set()),
         ("expertspec.py", {"activations"}),
         ("moespec.py", {"expertspec"}),
-        ("layerspecs.py", {"activations", "expertspec", "moespec"}),
+        ("mlaspec.py", {"serving"}),
+        ("layerspecs.py", {"activations", "expertspec", "mlaspec", "moespec"}),
         ("source/edits.py", {"errors"}),
         ("source/forward.py", set()),
         ("graph/query.py", set()),
@@ -111,7 +112,7 @@ def test_the_lowest_stones_lean_on_nothing(folder, allowed):
 @pytest.mark.parametrize("path", [p for p in files() if p.startswith("fusers/") and p != "fusers/__init__.py"])
 def test_fusers_do_not_know_the_planner(path):
     used = {name.split(".")[1] for name in imports(path) if name.startswith("tfbackend.")}
-    specs = {"layerspecs", "expertspec", "moespec"}
+    specs = {"layerspecs", "expertspec", "mlaspec", "moespec"}
     assert used <= {"fusers", "graph", "source", "activations", "serving", "errors", *specs}
 
 

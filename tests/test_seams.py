@@ -64,6 +64,11 @@ SIGNATURES = {
     "custom_routing_function scoring_func routed_scaling_factor e_score_correction_bias use_grouped_topk "
     "num_expert_group topk_group shared_experts is_sequence_parallel router_logits_dtype",
     "vllm.model_executor.layers.fused_moe:GateLinear": "input_size output_size bias out_dtype prefix",
+    "vllm.model_executor.layers.attention:MLAAttention": "num_heads scale qk_nope_head_dim qk_rope_head_dim v_head_dim "
+    "q_lora_rank kv_lora_rank kv_b_proj cache_config quant_config prefix",
+    "vllm.model_executor.layers.attention:MLAAttention.forward": "q kv_c_normed k_pe output_shape",
+    "vllm.v1.attention.selector:get_attn_backend": "head_size dtype kv_cache_dtype use_mla num_heads",
+    "vllm.v1.attention.backends.mla.prefill:get_mla_prefill_backend": "vllm_config",
     "vllm.model_executor.layers.layernorm:RMSNorm": "hidden_size eps has_weight dtype",
     "vllm.model_executor.layers.layernorm:GemmaRMSNorm": "hidden_size eps",
     "vllm.model_executor.layers.activation:GeluAndMul": "approximate",

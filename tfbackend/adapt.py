@@ -12,6 +12,8 @@ from vllm.config import CacheConfig, CompilationMode, VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tfbackend.layers.context import BuildContext
+from tfbackend.layers.mla import mla_sizes
+from tfbackend.mlaspec import MLASpec
 from tfbackend.plan import Plan
 from tfbackend.serving import ServingSpec
 
@@ -30,6 +32,7 @@ def serving_spec(config: VllmConfig) -> ServingSpec:
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         device=config.device_config.device_type,
         compiled=config.compilation_config.mode != CompilationMode.NONE,
+        mla=mla_sizes(config),
     )
 
 
@@ -47,15 +50,19 @@ def build_context(config: VllmConfig) -> BuildContext:
     )
 
 
-def settle_blocks(config: VllmConfig) -> None:
-    """Give the KV cache blocks that attention over whole keys and values can use; call it before layers are built.
+def settle_cache(config: VllmConfig, plan: Plan) -> None:
+    """Tell the engine which cache the plan has; call it before layers are built.
 
-    vLLM takes a config with `kv_lora_rank` for a cache of compressed latents, and on a CPU fixes the blocks of 16
-    tokens that its kernel for those needs. We keep whole keys and values, for which the kernel takes multiples of 32.
-    The engine reads the size off the layers, so that nothing else has to be told.
+    vLLM takes every config with `kv_lora_rank` for a cache of latents, and on a CPU fixes the blocks of 16 tokens that
+    its kernel for those needs. Where the plan keeps whole keys and values all the same, the kernel takes multiples of
+    32. Where it does keep latents, vLLM's metadata want the width of one in the cache for the width of a head, which
+    they have for listed model types alone. The engine reads the rest off the layers.
     """
-    cache = config.cache_config
-    if config.model_config.use_mla and config.device_config.device_type == "cpu" and cache.block_size % 32:
+    cache, model = config.cache_config, config.model_config
+    latent = next((spec for _, spec in plan.attention if isinstance(spec, MLASpec)), None)
+    if latent is not None:
+        model.model_arch_config.head_size = latent.sizes.cached
+    elif model.use_mla and config.device_config.device_type == "cpu" and cache.block_size % 32:
         cache.block_size = 128
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from tfbackend.activations import ACTIVATIONS
 from tfbackend.expertspec import ExpertsSpec
+from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 
 COLWISE, ROWWISE, REPLICATED = "colwise", "rowwise", "replicated"
@@ -268,6 +269,10 @@ class AttentionSpec:
         """Width of a head in the KV cache, which keeps keys and values of one width: the wider of both."""
         return max(self.head_dim, self.v_head_dim)
 
+    def cached_numbers(self, tp_size: int) -> int:
+        """Numbers that each rank keeps of a token: keys and values of its share of the KV heads, of one at least."""
+        return max(1, self.num_kv_heads // tp_size) * 2 * self.cached_dim
+
     def reference(self) -> nn.Module:
         return _ReferenceAttention(self)
 
@@ -358,6 +363,7 @@ LayerSpec = (
     | EmbeddingSpec
     | RotarySpec
     | AttentionSpec
+    | MLASpec
     | ExpertsSpec
     | MoESpec
 )

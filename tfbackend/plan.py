@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -35,6 +35,7 @@ from tfbackend.layerspecs import (
 )
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
+from tfbackend.mlaspec import MLASpec
 from tfbackend.proof import Prover, plain_float32
 from tfbackend.refusals import inline_refusal, mixing_refusal, padding_refusal, positions_refusal
 from tfbackend.serving import ServingSpec
@@ -104,11 +105,11 @@ class Plan:
         return {path: tuple(found) for path, found in sites.items()}
 
     @property
-    def attention(self) -> Iterator[tuple[str, AttentionSpec]]:
+    def attention(self) -> Iterator[tuple[str, AttentionSpec | MLASpec]]:
         """(site, spec) of every attention layer."""
         for rewrite in self.rewrites:
             for _, spec in rewrite.children:
-                if isinstance(spec, AttentionSpec):
+                if isinstance(spec, (AttentionSpec, MLASpec)):
                     yield rewrite.qualname, spec
 
     @property
@@ -217,9 +218,20 @@ def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], l
     while True:
         rewrites, misses = planner.collect(denied)
         good, failed, unproven = prover.check(planner.sites, rewrites)
+        failed = failed or _lone_latents(good)
         if not failed:
             return good, misses, unproven
         denied |= {(miss.fuser, miss.qualname): miss for miss in failed}
+
+
+def _lone_latents(rewrites: Sequence[Rewrite]) -> list[Miss]:
+    """Misses for layers over latents in a model that also has others: vLLM has one kind of page for a whole cache."""
+    latent = [r for r in rewrites if any(isinstance(spec, MLASpec) for _, spec in r.children)]
+    whole = [r for r in rewrites if any(isinstance(spec, AttentionSpec) for _, spec in r.children)]
+    if not latent or not whole:
+        return []
+    reason = f"keys and values are cached whole, as in {whole[0].qualname}, which cannot do without"
+    return [Miss(r.fuser, r.qualname, reason) for r in latent]
 
 
 def _head(meta: MetaModel, observation: Observation) -> tuple[HeadPlan | None, list[UnsupportedModelError]]:
@@ -262,7 +274,7 @@ def _attention_refusals(
     if serving.tp_size > 1:
         for path, _ in plan.attention:
             if path in inlined.methods or not any(
-                isinstance(s, QKVSpec) for r in plan.by_site[path] for _, s in r.children
+                isinstance(s, (QKVSpec, MLASpec)) for r in plan.by_site[path] for _, s in r.children
             ):
                 reasons = [str(m) for m in plan.misses if m.qualname == path]
                 reasons = ["code that counts the heads of all ranks"] if path in inlined.methods else reasons

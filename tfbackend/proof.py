@@ -28,7 +28,7 @@ from tfbackend.errors import PlanConflictError
 from tfbackend.expertspec import ExpertsSpec
 from tfbackend.fusers.base import Miss, Rewrite, Site
 from tfbackend.graph.constants import real_value
-from tfbackend.graph.interface import RUN_ERRORS, answering, has_experts_interface
+from tfbackend.graph.interface import RUN_ERRORS, Recorder, answering, has_experts_interface
 from tfbackend.graph.observe import Observation
 from tfbackend.layerspecs import (
     ActMulSpec,
@@ -43,9 +43,10 @@ from tfbackend.layerspecs import (
     QKVSpec,
     RotarySpec,
 )
+from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 from tfbackend.proof_key import content, proof_key
-from tfbackend.proof_parts import ReferenceMoE, SideBySide, Turned, part_of, place_of, reference_experts
+from tfbackend.proof_parts import ReferenceMoE, SideBySide, Turned, expanded, part_of, place_of, reference_experts
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import keep_defaults
 
@@ -171,6 +172,7 @@ def prove(site: Site, group: Sequence[Rewrite]) -> str:
                 with answering(reference.attend):
                     # Decorators of the original are part of what it does.
                     before = _run(original, type(original).forward, args, kwargs)
+                with answering(reference.attend_rewritten(original)):
                     after = reference.run(original, args, kwargs)
                 if problem := _compare(before, after, min((r.outputs for r in group if r.outputs), default=None)):
                     return problem
@@ -330,13 +332,24 @@ class _Reference:
 
     def __init__(self, site: Site, group: Sequence[Rewrite]) -> None:
         self.site, self.group = site, group
-        specs = [spec for r in group for _, spec in r.children if isinstance(spec, AttentionSpec)]
-        self.attention = replace(specs[0], window=None).reference() if specs else None
+        specs = [spec for r in group for _, spec in r.children]
+        whole = [replace(spec, window=None) for spec in specs if isinstance(spec, AttentionSpec)]
+        self.latent = next((spec for spec in specs if isinstance(spec, MLASpec)), None)
+        whole += [expanded(self.latent)] if self.latent is not None else []
+        self.attention = whole[0].reference() if whole else None
 
     def attend(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
         if self.attention is None:
             return q.transpose(1, 2)
         return self.attention(q, k, v, keywords.get("s_aux"))
+
+    def attend_rewritten(self, original: nn.Module) -> Recorder:
+        """What answers the rewritten side, which may hand over latents in place of keys and values."""
+        if self.latent is None:
+            return self.attend
+        made = self.latent.reference()
+        made.expand = original.get_submodule(self.latent.expand)
+        return lambda module, q, k, v, mask=None, **keywords: made(q, k, v)
 
     def run(self, original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole = [r.layer for r in self.group if r.layer is not None]
@@ -351,7 +364,7 @@ class _Reference:
             for name in rewrite.removes:
                 next(own for own in _kinds(twin) if name in own).pop(name)
             for name, spec in rewrite.children:
-                if not isinstance(spec, AttentionSpec):
+                if not isinstance(spec, (AttentionSpec, MLASpec)):
                     twin._modules[name] = _reference_child(name, spec, rewrite, original)
             for name, value in rewrite.attributes:
                 twin.__dict__[name] = value

@@ -114,6 +114,7 @@ def _own_files() -> list[Path]:
             "layerspecs.py",
             "activations.py",
             "expertspec.py",
+            "mlaspec.py",
             "mixing.py",
         )
     ]

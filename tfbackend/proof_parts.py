@@ -11,7 +11,8 @@ from torch import nn
 
 from tfbackend.expertspec import ExpertsSpec
 from tfbackend.fusers.base import WeightEntry
-from tfbackend.layerspecs import MergedLinearSpec, QKVSpec
+from tfbackend.layerspecs import AttentionSpec, MergedLinearSpec, QKVSpec
+from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 
 
@@ -48,6 +49,12 @@ class SideBySide(nn.Module):
         if out.shape[-1] != self.width:
             raise ValueError(f"the parts are {out.shape[-1]} wide together, the merged layer {self.width}")
         return out
+
+
+def expanded(spec: MLASpec) -> AttentionSpec:
+    """The attention over whole keys and values that latent attention equals."""
+    sizes = spec.sizes
+    return AttentionSpec(spec.num_heads, spec.num_heads, sizes.nope + sizes.rope, sizes.value, spec.scale)
 
 
 def reference_experts(spec: ExpertsSpec, original: nn.Module) -> nn.Module:

@@ -8,6 +8,34 @@ import torch
 
 
 @dataclass(frozen=True)
+class MLASizes:
+    """Widths of latent attention.
+
+    Attributes:
+        latent: of the vector that keys and values of all heads are made of.
+        rope: of the part of a key that has positions and that all heads share.
+        nope: of the part of each head's query and key that has none.
+        value: of each head's value.
+    """
+
+    latent: int
+    rope: int
+    nope: int
+    value: int
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token in the cache of a layer."""
+        return self.latent + self.rope
+
+    def __str__(self) -> str:
+        return f"latent {self.latent}, rope {self.rope}, nope {self.nope}, value {self.value}"
+
+
+MLA_OFF = "the engine was not asked for it"
+
+
+@dataclass(frozen=True)
 class ServingSpec:
     """What the engine will run the model with.
 
@@ -22,6 +50,7 @@ class ServingSpec:
         max_tokens: most tokens that one call of the model holds, of all requests together.
         device: "cpu", "cuda" ...: chooses between kernels, never between meanings.
         compiled: whether torch.compile will run over the decoder.
+        mla: widths for which the engine has kernels over a cache of latents, or why it has none.
     """
 
     dtype: torch.dtype = torch.float32
@@ -34,3 +63,4 @@ class ServingSpec:
     max_tokens: int = 8192
     device: str = "cpu"
     compiled: bool = False
+    mla: MLASizes | str = MLA_OFF

@@ -18,6 +18,7 @@ from tfbackend.layerspecs import (
     LinearSpec,
     MergedLinearSpec,
 )
+from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 
 
@@ -44,6 +45,8 @@ def _shared(spec: LayerSpec | None) -> Iterator[tuple[str, int]]:
     """(what, how many) of everything that the ranks share out."""
     if isinstance(spec, AttentionSpec):
         yield from (("query heads", spec.num_heads), (_KV_HEADS, spec.num_kv_heads))
+    elif isinstance(spec, MLASpec):
+        yield "query heads", spec.num_heads
     elif isinstance(spec, MoESpec):
         yield from _shared(spec.experts)
     elif isinstance(spec, ExpertsSpec) and spec.kernel:

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from tests.inspection.golden import CONFIGS
 from tfbackend.inspection import classes, layout, memory
 from tfbackend.layerspecs import AttentionSpec
+from tfbackend.mlaspec import WIDTHS
 
 vllm = pytest.importorskip("vllm")
 
@@ -76,6 +77,12 @@ def test_defaults():
 
     assert CacheConfig.DEFAULT_BLOCK_SIZE == memory.BLOCK
     assert CacheConfig().gpu_memory_utilization == memory.UTILISATION
+
+
+def test_widths_of_latents_in_the_cache():
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+
+    assert list(WIDTHS) == MLACommonBackend.get_supported_head_sizes()
 
 
 def attention(layers, kv_heads, head_dim, windows):

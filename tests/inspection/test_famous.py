@@ -51,6 +51,12 @@ def test_bytes_of_cache_a_token(name, layers, kv_heads, head_dim):
     assert inspected(name).memory.kv_bytes_per_token == layers * 2 * kv_heads * head_dim * 2
 
 
+@pytest.mark.parametrize("tp", [1, 8])
+def test_latents_are_cached_once_for_all_heads(tp):
+    """DeepSeek-V3's 61 layers keep 512 numbers of the latent and 64 with positions, on every rank."""
+    assert inspected("deepseek-v3", tp=tp).memory.kv_bytes_per_token == 61 * (512 + 64) * 2
+
+
 @pytest.mark.parametrize(
     ("name", "windows"),
     [

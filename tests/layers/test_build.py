@@ -19,13 +19,14 @@ from tfbackend.layerspecs import (
     QKVSpec,
     RotarySpec,
 )
+from tfbackend.mlaspec import MLASpec
 
 OTHERS = [(spec, name, other) for spec, fields in TABLE for name, other in others(spec, fields)]
 VISIBLE = [case for case in OTHERS if (type(case[0]), case[1]) not in INVISIBLE]
 SPECS = list(dict.fromkeys([spec for spec, _ in TABLE] + [other for _, _, other in OTHERS]))
 
 # Rotary layers and experts have files of their own; attention runs in an engine, see tests/serve.
-ELSEWHERE = {RotarySpec, AttentionSpec, ExpertsSpec}
+ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, ExpertsSpec}
 
 
 def test_every_builder_and_every_field_is_in_the_table():

@@ -54,6 +54,22 @@ def attention_layers(model: Any) -> dict[str, list[str]]:
     return found
 
 
+def cache_pages_and_misses(model: Any) -> tuple[set[str], tuple[str, ...]]:
+    """Kinds of pages that the engine made its KV cache of, as the layers asked for and as they were given; and why what
+    was not rewritten was not."""
+    pages = set()
+    for module in model.modules():
+        if hasattr(module, "get_kv_cache_spec"):
+            spec = module.get_kv_cache_spec(model.vllm_config)
+            held = module.kv_cache[0].numel() * module.kv_cache.element_size()
+            assert held == spec.page_size_bytes, f"{type(spec).__name__}: {held} bytes in a page"
+            dtype = str(spec.dtype).removeprefix("torch.")
+            kind = f"{type(spec).__name__} {spec.num_kv_heads}x{spec.head_size} {dtype}"
+            pages.add(f"{kind}, {spec.block_size} tokens of {held} bytes")
+    misses = (f"{miss.fuser}: {miss.reason}" for miss in model.plan.misses)
+    return pages, tuple(dict.fromkeys(misses))
+
+
 def fixed_ropes(model: Any) -> list[tuple[bool, str]]:
     """(whether it is exact, what the plan says) of every rotary embedding whose frequencies the plan holds still."""
     rewrites = [rewrite for rewrite in model.plan.rewrites if rewrite.fuser == "fixed_rope"]

@@ -12,6 +12,7 @@ from tfbackend.fusers.grown_table import GrownTableFuser
 from tfbackend.fusers.linear import LinearFuser
 from tfbackend.fusers.linear_pair import LinearPairFuser
 from tfbackend.fusers.merged_column import MergedColumnFuser
+from tfbackend.fusers.mla import MLAFuser
 from tfbackend.fusers.moe import MoEFuser
 from tfbackend.fusers.norm import NormFuser
 from tfbackend.fusers.packed_qkv import PackedQKVFuser
@@ -19,6 +20,7 @@ from tfbackend.fusers.qkv import QKVFuser
 from tfbackend.fusers.rope import RopeFuser
 
 FUSERS: tuple[Fuser, ...] = (
+    MLAFuser(),
     AttentionFuser(),
     QKVFuser(),
     PackedQKVFuser(),

@@ -33,6 +33,8 @@ class AttentionFuser:
 
     def match(self, site: Site) -> Match | Miss:
         calls = site.observation.attention.get(site.qualname, [])
+        if "attn" in site.taken:
+            return Miss(self.name, site.qualname, "another rewrite put an attention layer here", near=False)
         if not calls:
             return Miss(self.name, site.qualname, "does not call the attention interface", near=False)
         return Match({}, claims=frozenset({"attn"}))
@@ -43,7 +45,7 @@ class AttentionFuser:
         if problem:
             return Miss(self.name, site.qualname, problem, site.place())
         names = _layer_names(len(calls))
-        children = tuple((name, _spec(call)) for name, call in zip(names, calls, strict=True))
+        children = tuple((name, spec_of(call)) for name, call in zip(names, calls, strict=True))
         specs = list(dict.fromkeys(spec for _, spec in children))
         times = f", a layer for each of {len(calls)} calls" if len(calls) > 1 else ""
         rounded = any(inline.rounded for call in calls if (inline := _inline(call)) is not None)
@@ -62,21 +64,23 @@ class AttentionFuser:
                 return f"already has an attribute called {name}"
         if len(calls) > 1 and any(call.keywords.get("s_aux") is not None for call in calls):
             return f"calls the attention interface {len(calls)} times in one forward, with sinks"
-        return next(filter(None, map(self._call_problem, calls)), "")
+        return next(filter(None, map(call_problem, calls)), "")
 
-    def _call_problem(self, call: AttentionCall) -> str:
-        if call.mask is None:
-            return call.mask_problem
-        if call.query[0] != 1 or call.key[2] != call.query[2]:
-            return f"query {tuple(call.query)} and key {tuple(call.key)} are not of the same tokens"
-        if call.query[2] != TOKENS:
-            return f"it attends over an axis of {call.query[2]} and not over the {TOKENS} tokens of the observed run"
-        if call.query[1] % call.key[1]:
-            return f"{call.query[1]} query heads do not divide into {call.key[1]} KV heads"
-        for key, value in call.keywords.items():
-            if problem := _keyword_problem(key, value, call.query[1]):
-                return problem
-        return ""
+
+def call_problem(call: AttentionCall) -> str:
+    """What of a call of the attention interface no attention layer can do; "" for nothing."""
+    if call.mask is None:
+        return call.mask_problem
+    if call.query[0] != 1 or call.key[2] != call.query[2]:
+        return f"query {tuple(call.query)} and key {tuple(call.key)} are not of the same tokens"
+    if call.query[2] != TOKENS:
+        return f"it attends over an axis of {call.query[2]} and not over the {TOKENS} tokens of the observed run"
+    if call.query[1] % call.key[1]:
+        return f"{call.query[1]} query heads do not divide into {call.key[1]} KV heads"
+    for key, value in call.keywords.items():
+        if problem := _keyword_problem(key, value, call.query[1]):
+            return problem
+    return ""
 
 
 def _layer_names(calls: int) -> tuple[str, ...]:
@@ -91,7 +95,8 @@ def _inline(call: AttentionCall) -> InlineNumbers | None:
     return numbers
 
 
-def _spec(call: AttentionCall) -> AttentionSpec:
+def spec_of(call: AttentionCall) -> AttentionSpec:
+    """The layer that a call asks for."""
     sinks, scale, inline = call.keywords.get("s_aux"), call.keywords.get("scaling"), _inline(call)
     return AttentionSpec(
         num_heads=call.query[1],

@@ -39,6 +39,8 @@ class QKVFuser:
             return Miss(self.name, site.qualname, "does not call the attention interface", near=False)
         if _packed(site):
             return Miss(self.name, site.qualname, "query, key and value come from one linear", near=False)
+        if _latent(site):
+            return Miss(self.name, site.qualname, "key and value come from latents", near=False)
         roles = self._roles(site)
         if isinstance(roles, str):
             return Miss(self.name, site.qualname, roles, site.place())
@@ -112,3 +114,10 @@ def _packed(site: Site) -> bool:
         linear_sources(site, argument) for argument in site.trace.attention[0].args[:3] if isinstance(argument, fx.Node)
     ]
     return all(len(linears) == 1 for linears in found) and len({linears[0] for linears in found}) == 1
+
+
+def _latent(site: Site) -> bool:
+    """Whether the linear that gives the values went into an attention layer, which is MLAFuser's doing."""
+    value = site.trace.attention[0].args[2]
+    assert isinstance(value, fx.Node)
+    return any(str(node.target) in site.taken for node in linear_sources(site, value))

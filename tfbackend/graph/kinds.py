@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from tfbackend.graph.tracing import Trace, trace
+from tfbackend.graph.tracing import Trace, attention_call, trace
 from tfbackend.source.forward import ForwardSource, SourceError, forward_source
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Kind:
         if len({_manner(*call) for call in calls}) != 1:
             return Trace(fx.Graph(), False, "the model calls it in several ways, of which a trace shows one")
         args, kwargs = calls[0]
-        return trace(self.module, args, kwargs)
+        return trace(self.module, args, kwargs, framed=frozenset({attention_call.__name__}))
 
     @cached_property
     def source(self) -> ForwardSource | str:

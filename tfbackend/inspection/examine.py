@@ -21,9 +21,10 @@ from tfbackend.inspection.memory import Memory
 from tfbackend.inspection.target import Target, find, pick_dtype
 from tfbackend.inspection.tree import Site, build_tree
 from tfbackend.inspection.verdict import Finding
+from tfbackend.mlaspec import WIDTHS, sizes_named
 from tfbackend.plan import Plan, draft_plan
 from tfbackend.proof import Prover
-from tfbackend.serving import ServingSpec
+from tfbackend.serving import MLASizes, ServingSpec
 from tfbackend.weights import build_weight_map
 
 Progress = Callable[[str], None]
@@ -189,7 +190,15 @@ def _serving(request: Request, target: Target) -> ServingSpec:
         max_model_len=request.max_model_len or _limit(target.config) or 2048,
         device="cuda",
         compiled=True,
+        mla=_mla(target.config),
     )
+
+
+def _mla(config: Any) -> MLASizes | str:
+    sizes = sizes_named(config.get_text_config())
+    if isinstance(sizes, str) or sizes.cached in WIDTHS:
+        return sizes
+    return f"vLLM has no kernel over latents for {sizes}"
 
 
 def _limit(config: Any) -> int | None:

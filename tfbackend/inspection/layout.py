@@ -24,6 +24,7 @@ from tfbackend.layerspecs import (
     QKVSpec,
 )
 from tfbackend.meta import MetaModel
+from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 from tfbackend.plan import Plan
 from tfbackend.weights.mapping import BASE, HEAD, REST
@@ -131,6 +132,8 @@ def _of_spec(path: str, spec: Any, tp: int, dtype: torch.dtype, ep: bool = False
         return _columns(path, spec.in_features, spec.out_features, spec.bias, tp, dtype)
     if isinstance(spec, QKVSpec):
         return _qkv(path, spec, tp, dtype)
+    if isinstance(spec, MLASpec):
+        return _columns(f"{path}.kv_b_proj", spec.sizes.latent, (spec.expanded_dim,), False, tp, dtype)
     if isinstance(spec, EmbeddingSpec):
         return [_vocabulary(f"{path}.weight", spec.num_embeddings, spec.dim, tp, dtype)]
     if isinstance(spec, NormSpec):

@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tfbackend.inspection.layout import ServedParameter, kv_heads_per_rank
+from tfbackend.inspection.layout import ServedParameter
 from tfbackend.layerspecs import AttentionSpec
+from tfbackend.mlaspec import MLASpec
 
 BLOCK = 16
 """Tokens of a KV block, vLLM's default."""
@@ -84,7 +85,7 @@ class Cache:
         return low
 
 
-def make_cache(specs: Iterable[AttentionSpec], tp: int, itemsize: int) -> Cache:
+def make_cache(specs: Iterable[AttentionSpec | MLASpec], tp: int, itemsize: int) -> Cache:
     """The cache for attention layers of these specs.
 
     Args:
@@ -93,8 +94,7 @@ def make_cache(specs: Iterable[AttentionSpec], tp: int, itemsize: int) -> Cache:
     """
     kinds: Counter[tuple[int, int | None]] = Counter()
     for spec in specs:
-        heads = kv_heads_per_rank(spec.num_kv_heads, tp)
-        kinds[heads * 2 * spec.cached_dim * itemsize, spec.window] += 1
+        kinds[spec.cached_numbers(tp) * itemsize, spec.window] += 1
     if not kinds:
         return Cache((), 0)
     if len({window for _, window in kinds}) == 1:
@@ -171,7 +171,7 @@ class Memory:
 
 def measure(
     parameters: Sequence[ServedParameter],
-    attention: Sequence[tuple[int | None, AttentionSpec]],
+    attention: Sequence[tuple[int | None, AttentionSpec | MLASpec]],
     *,
     tp: int,
     pp: int,

@@ -25,6 +25,7 @@ from tfbackend.layers.attention import PaddedAttention
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
 from tfbackend.layers.experts import experts
+from tfbackend.layers.mla import latent_attention
 from tfbackend.layers.moe import KernelMoE
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
 from tfbackend.layers.rotary import Rotary
@@ -46,6 +47,7 @@ from tfbackend.layerspecs import (
     QKVSpec,
     RotarySpec,
 )
+from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 
 
@@ -173,6 +175,10 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
     return made
 
 
+def _latent_attention(spec: MLASpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return latent_attention(spec, prefix, context)
+
+
 def _experts(spec: ExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
     return experts(spec, prefix, context)
 
@@ -197,6 +203,7 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     ActMulSpec: _act_mul,
     EmbeddingSpec: _embedding,
     AttentionSpec: _attention,
+    MLASpec: _latent_attention,
     ExpertsSpec: _experts,
     MoESpec: _moe,
 }

@@ -46,8 +46,6 @@ class Base(nn.Module):
         self.config = vllm_config.model_config.hf_config
         self.model_config = vllm_config.model_config
         self.quant_config = vllm_config.quant_config
-        adapt.settle_blocks(vllm_config)
-        self.context = adapt.build_context(vllm_config)
         self.ledger: Ledger | None = None
         self._build(prefix)
 
@@ -61,6 +59,8 @@ class Base(nn.Module):
         if self.plan.masked:
             meta.give_masks(built)
         self._adopt(self.plan)
+        adapt.settle_cache(self.vllm_config, self.plan)
+        self.context = adapt.build_context(self.vllm_config)
         self.weight_map = build_weight_map(built.model, self.plan, quantized=self.quant_config is not None)
         path = f"{prefix}.model" if prefix else "model"
         self.model = apply_plan(self.plan, built.base, path, self.context, directory / "forwards")

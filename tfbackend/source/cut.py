@@ -27,19 +27,56 @@ def cut(source: ForwardSource, start: ast.expr, end: ast.expr, replacement: str,
     Raises:
         SourceError: that cannot be done safely.
     """
+    gone = removal(source, start, end, by)
+    gone.check(ast.parse(replacement, mode="eval"))
+    edits = [Edit(*source.offsets(end), replacement, by), *gone.edits]
+    return _without_leftovers(apply_edits(source.text, edits), set(gone.reads))
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What taking a computation out leaves to be said of it.
+
+    Attributes:
+        edits: that take out its statements; the expression it ends in is not touched.
+        lost: names that no longer have their values there.
+        reads: names that the statements read.
+    """
+
+    edits: tuple[Edit, ...]
+    lost: frozenset[str]
+    reads: frozenset[str]
+
+    def check(self, *expressions: ast.AST) -> None:
+        """Whether expressions that are to stand at the end read what is gone.
+
+        Raises:
+            SourceError: they do.
+        """
+        if missing := self.lost & set(_read(expressions, None)):
+            raise SourceError(f"{', '.join(sorted(missing))} would no longer be computed")
+
+
+def removal(source: ForwardSource, start: ast.expr, end: ast.expr, by: str, instead: str = "") -> Removal:
+    """Take out everything that is computed from `start` before `end`; `instead` is a statement for where it started.
+
+    Raises:
+        SourceError: that cannot be done safely.
+    """
     cutter = _Cutter(source, start, end)
     cutter.block(source.tree.body, ())
     if not cutter.ended:
         raise SourceError("the end of the computation was not met after its start")
-    if missing := cutter.lost_at_end & set(_read([ast.parse(replacement, mode="eval")], None)):
-        raise SourceError(f"{', '.join(sorted(missing))} would no longer be computed")
-    edits = [Edit(*source.offsets(end), replacement, by)]
+    edits: list[Edit] = []
     nothing: list[tuple[str, _Block]] = []
     for gone in cutter.gone:
         kept = [n for n in gone.names if n in cutter.wanted and not _known(n, gone.block, nothing)]
         nothing += [(name, gone.block) for name in kept]
-        edits.append(Edit(*source.offsets(gone.statement), " = ".join([*kept, "None"]) if kept else "pass", by))
-    return _without_leftovers(apply_edits(source.text, edits), {name for gone in cutter.gone for name in gone.reads})
+        texts = [instead] if instead and _inside(start, [gone.statement]) else []
+        texts += [" = ".join([*kept, "None"])] if kept else []
+        edits.append(Edit(*source.offsets(gone.statement), "; ".join(texts) or "pass", by))
+    reads = frozenset(name for gone in cutter.gone for name in gone.reads)
+    return Removal(tuple(edits), frozenset(cutter.lost_at_end), reads)
 
 
 _Block = tuple[int, ...]

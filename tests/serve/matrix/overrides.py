@@ -87,12 +87,28 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
+# The rules give latent attention the widths that vLLM has a kernel for on a CPU; of these it has none.
+_NO_KERNEL = {"kv_lora_rank": 96, "v_head_dim": 32}
+# Without a factor for the angles themselves, so that only the scale of the scores has one.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 # Switches that change what a class computes, on top of the overrides of their architecture: "model_type+variant".
 VARIANTS: dict[str, dict[str, Any]] = {
     "bart+scaled": {"scale_embedding": True},
     "bert+encoder": {"is_decoder": False},
     "bloom+postnorm": {"apply_residual_connection_post_layernorm": True},
     "codegen+inner": {"n_inner": None, "tie_word_embeddings": True},
+    "deepseek_v2+wholequery": {"q_lora_rank": None},
+    "deepseek_v3+halves": {"rope_interleave": False},
+    "deepseek_v3+padded": _NO_KERNEL,
+    "deepseek_v3+yarn": {"rope_parameters": _YARN},
     "falcon+alibi": {"alibi": True, "multi_query": False, "num_kv_heads": 4, "parallel_attn": False},
     "falcon+alibi-parallel": {"alibi": True, "bias": False},
     "falcon+grouped": {"new_decoder_architecture": True},
@@ -105,6 +121,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gptj+tied": {"rotary_dim": 32, "tie_word_embeddings": True},
     "hyperclovax+prenorm": {"use_post_norm": False},
     "modernbert-decoder+normbias": {"norm_bias": True, "decoder_bias": False},
+    "minicpm3+padded": _NO_KERNEL,
     "mpt+bias": {"no_bias": False, "logit_scale": None},
     "mpt+keynorm": {"attn_config": {"attn_pdrop": ..., "qk_ln": True, "softmax_scale": 0.3}},
     "olmo+clip": {"clip_qkv": 1.0},

@@ -17,14 +17,15 @@ SUBSET = {
     "granite_swa": "sinks and windows on some layers, a rotary base for each layer",
     "hyperclovax": "norms after attention and feed-forward, every multiplier",
     "minimax_m2": "a router that vLLM's kernels refuse on a CPU",
-    "minicpm3": "value heads narrower than query heads, from compressed latents",
+    "minicpm3": "attention over a cache of latents",
+    "minicpm3+padded": "value heads narrower than query heads, from latents of a width without a kernel",
     "ministral3": "queries scaled by their position beyond the original maximum",
     "modernbert-decoder": "a head that is called decoder, with a dense layer and a norm before it",
     "nanochat": "norms without weights, logits with a soft cap",
     "olmo": "layer norms without weights",
     "qwen2_moe": "shared experts beside those that are chosen, a window that vLLM takes away",
     "phi4_multimodal": "a text model inside a multimodal class",
-    "youtu": "values as in minicpm3; loading it zeroes the row of the padding token",
+    "youtu": "latents as in minicpm3; loading it zeroes the row of the padding token",
 }
 
 
