@@ -21,6 +21,7 @@ from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import numbers_by_tokens
 from tfbackend.graph.observe import Observation, needs_masks, observe
+from tfbackend.graph.selection import Selection, find_selection
 from tfbackend.head import HeadPlan, plan_head
 from tfbackend.inline import Inlined, behind_interface
 from tfbackend.layerspecs import (
@@ -36,7 +37,7 @@ from tfbackend.layerspecs import (
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.proof import Prover, plain_float32
-from tfbackend.refusals import inline_refusal, mixing_refusal, padding_refusal, positions_refusal
+from tfbackend.refusals import context_refusals, inline_refusal, mixing_refusal, padding_refusal, positions_refusal
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
 from tfbackend.source.edits import apply_edits
@@ -167,6 +168,8 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         if inlined.methods:
             observation = observe(base)
             assert not observation.problem, observation.problem
+        observation = _explained(observation, inlined)
+        observation = replace(observation, selection=find_selection(base, observation))
         return _decide(meta, serving, prover, observation, inlined)
 
 
@@ -191,6 +194,7 @@ def _decide(
     )
     refusals += map(inline_refusal, inlined.problems.items())
     refusals += _attention_refusals(plan, observation, serving, inlined)
+    refusals += context_refusals(plan.attention, serving.max_model_len)
     refusals += _experts_refusals(plan, serving)
     refusals += map(mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
@@ -203,8 +207,19 @@ def _decide(
             forwards.setdefault(path, text)
         else:
             methods[path] = text
-    masked = bool(inlined.methods) and needs_masks(base)
+    masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
     return replace(plan, forwards=forwards, methods=methods, masked=masked), tuple(refusals)
+
+
+def _explained(observation: Observation, inlined: Inlined) -> Observation:
+    """The observation with what is known of masks that could not be served."""
+    attention = {
+        path: [replace(c, mask_problem=f"{c.mask_problem}: {inlined.masks[path]}") for c in calls]
+        if path in inlined.masks
+        else calls
+        for path, calls in observation.attention.items()
+    }
+    return replace(observation, attention=attention)
 
 
 def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], list[Miss], list[str]]:

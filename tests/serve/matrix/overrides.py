@@ -3,7 +3,7 @@ leaves it out, a dict for one overrides its fields."""
 
 from typing import Any
 
-from tests.serve.configs import WINDOW
+from tests.serve.configs import MAX_LEN, WINDOW
 
 S, F, C = "sliding_attention", "full_attention", "conv"
 _ROPE = {"rope_type": "default", "rope_theta": 1000.0}
@@ -93,6 +93,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bert+encoder": {"is_decoder": False},
     "bloom+postnorm": {"apply_residual_connection_post_layernorm": True},
     "codegen+inner": {"n_inner": None, "tie_word_embeddings": True},
+    "doge+whole": {"sliding_window": None, "keep_window_size": MAX_LEN // 2},
     "falcon+alibi": {"alibi": True, "multi_query": False, "num_kv_heads": 4, "parallel_attn": False},
     "falcon+alibi-parallel": {"alibi": True, "bias": False},
     "falcon+grouped": {"new_decoder_architecture": True},
