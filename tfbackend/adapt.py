@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from vllm import envs
 from vllm.config import CacheConfig, CompilationMode, VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
@@ -59,14 +59,13 @@ def hf_config(config: VllmConfig) -> PretrainedConfig:
     wanted = meta.named_config_class(given)
     if wanted is None or isinstance(given, wanted):
         return given
-    read = AutoConfig.from_pretrained(
-        model.hf_config_path or model.model,
-        revision=None if model.hf_config_path else model.revision,
-        trust_remote_code=model.trust_remote_code,
-        token=model.hf_token,
-    )
-    if not isinstance(read, wanted):
+    path = model.hf_config_path or model.model
+    where = {"revision": None if model.hf_config_path else model.revision, "token": model.hf_token}
+    values, _ = PretrainedConfig.get_config_dict(path, **where)
+    if values.get("model_type") != wanted.model_type or "auto_map" in values:
         return given
+    # Not AutoConfig: vLLM tells it to read this model type with the other class.
+    read: PretrainedConfig = wanted.from_pretrained(path, **where)
     if callable(model.hf_overrides):
         overridden: PretrainedConfig = model.hf_overrides(read)
         return overridden

@@ -295,7 +295,7 @@ class AttentionSpec:
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
         parts += [f"sinks {self.sinks}"] if self.sinks else []
-        parts += [f"whole contexts of up to {self.max_context} tokens only"] if self.max_context else []
+        parts += [f"contexts of up to {self.max_context} tokens"] if self.max_context else []
         return ", ".join(parts + (["ALiBi"] if self.alibi_slopes else []))
 
 

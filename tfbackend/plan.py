@@ -37,7 +37,7 @@ from tfbackend.layerspecs import (
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.proof import Prover, plain_float32
-from tfbackend.refusals import context_refusals, inline_refusal, mixing_refusal, padding_refusal, positions_refusal
+from tfbackend.refusals import context_refusal, inline_refusal, mixing_refusal, padding_refusal, positions_refusal
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
 from tfbackend.source.edits import apply_edits
@@ -111,6 +111,11 @@ class Plan:
             for _, spec in rewrite.children:
                 if isinstance(spec, AttentionSpec):
                     yield rewrite.qualname, spec
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens of the longest context in which every layer attends as Transformers' does; None for any."""
+        return min((spec.max_context for _, spec in self.attention if spec.max_context is not None), default=None)
 
     @property
     def counts(self) -> Counter[str]:
@@ -194,7 +199,7 @@ def _decide(
     )
     refusals += map(inline_refusal, inlined.problems.items())
     refusals += _attention_refusals(plan, observation, serving, inlined)
-    refusals += context_refusals(plan.attention, serving.max_model_len)
+    refusals += _context_refusals(plan, serving)
     refusals += _experts_refusals(plan, serving)
     refusals += map(mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
@@ -288,6 +293,13 @@ def _attention_refusals(
                     remedy="Serve it with --tensor-parallel-size 1",
                 )
         yield from uneven(plan.rewrites, serving.tp_size, ep=serving.ep)
+
+
+def _context_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:
+    bound = plan.max_context
+    if bound is not None and bound < serving.max_model_len:
+        path = next(path for path, spec in plan.attention if spec.max_context == bound)
+        yield context_refusal(path, bound, serving.max_model_len)
 
 
 def _experts_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from tfbackend.errors import UnsupportedModelError
-from tfbackend.layerspecs import AttentionSpec
 
 NATIVE = "Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture"
 """The remedy where nothing about the way of serving would help."""
@@ -49,14 +46,10 @@ def inline_refusal(found: tuple[str, str]) -> UnsupportedModelError:
     )
 
 
-def context_refusals(attention: Iterable[tuple[str, AttentionSpec]], wanted: int) -> Iterator[UnsupportedModelError]:
-    """At most one: of the layer that attends to all keys in the shortest contexts only."""
-    limits = [(spec.max_context, path) for path, spec in attention if spec.max_context is not None]
-    bound, path = min(limits, key=lambda limit: limit[0], default=(wanted, ""))
-    if bound < wanted:
-        yield UnsupportedModelError(
-            f"A layer chooses among the keys of a context of more than {bound} tokens, and is served up to there only.",
-            where=path,
-            found=f"a longest context of {wanted} tokens",
-            remedy=f"Serve it with --max-model-len {bound}",
-        )
+def context_refusal(path: str, bound: int, wanted: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"A layer leaves out some of the tokens of contexts longer than {bound}, and can be served up to there only.",
+        where=path,
+        found=f"contexts of up to {wanted} tokens",
+        remedy=f"Serve it with --max-model-len {bound}",
+    )

@@ -82,7 +82,7 @@ def _bound(base: nn.Module, seen: Observation, paths: list[str]) -> int | str:
     (bound,) = counts
     for tokens in sorted({bound, max(2, bound // 2), bound + 1, min(TOKENS, bound)}):
         wanted = {min(tokens, bound)}
-        counts = _counts(observe(base, tokens), paths, tokens)
+        counts = _counts(seen if tokens == TOKENS else observe(base, tokens), paths, tokens)
         if counts != wanted:
             found = counts if isinstance(counts, str) else " or ".join(map(str, sorted(counts)))
             return f"of {tokens} keys {found} are picked, of {FAR} keys {bound}"
