@@ -25,8 +25,8 @@ OTHERS = [(spec, name, other) for spec, fields in TABLE for name, other in other
 VISIBLE = [case for case in OTHERS if (type(case[0]), case[1]) not in INVISIBLE]
 SPECS = list(dict.fromkeys([spec for spec, _ in TABLE] + [other for _, _, other in OTHERS]))
 
-# Rotary layers, experts and biased keys have files of their own, and what is left of picking keys computes nothing; other
-# attention runs in an engine, see tests/serve.
+# Rotary layers, experts and biased keys have files of their own, and what is left of picking keys computes nothing; all
+# attention else runs in an engine, see tests/serve.
 ELSEWHERE = {RotarySpec, AttentionSpec, ExpertsSpec, AllKeysSpec}
 
 
