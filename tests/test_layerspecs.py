@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 from tfbackend.activations import activation_name
 from tfbackend.layerspecs import (
     ActMulSpec,
+    AllKeysSpec,
     AttentionSpec,
     EmbeddingSpec,
     FixedRopeSpec,
@@ -121,6 +122,27 @@ def test_alibi_takes_a_slope_for_each_token_between():
             torch.testing.assert_close(got[0, token, head], scores.softmax(0) @ v[0, head, list(seen)])
 
 
+def test_a_bias_is_added_to_the_scores_of_its_key():
+    q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    bias = torch.randn(1, 2, 6)
+    mask = (
+        bias.repeat_interleave(2, 1)[:, :, None]
+        .expand(-1, -1, 6, -1)
+        .masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -math.inf)
+    )
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    got = AttentionSpec(4, 2, 8, 8, 0.3, key_bias=True).reference()(q, k, v, key_bias=bias)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "width"), [(32, 32, 64), (64, 64, 96), (30, 30, 32), (31, 31, 64), (64, 128, 128)]
+)
+def test_heads_that_carry_a_bias_are_as_wide_as_kernels_have_them(head_dim, v_head_dim, width):
+    assert AttentionSpec(4, 2, head_dim, v_head_dim, 0.3, key_bias=True).cached_dim == width
+    assert AttentionSpec(4, 2, head_dim, v_head_dim, 0.3).cached_dim == max(head_dim, v_head_dim)
+
+
 def test_a_sink_takes_its_share_and_gives_nothing():
     q = k = torch.zeros(1, 1, 1, 4)
     v = torch.ones(1, 1, 1, 4)
@@ -159,6 +181,11 @@ def test_embedding_scales_after_the_look_up():
             AttentionSpec(4, 2, 8, 8, 0.5, 16, 2.0, "sinks"),
             "attention 4/2 heads of 8, scale 0.5, window 16, soft cap 2, sinks sinks",
         ),
+        (
+            AttentionSpec(4, 2, 32, 32, 0.5, key_bias=True, max_context=64),
+            "attention 4/2 heads of 32, a bias for each key, padded to 64, scale 0.5, contexts of up to 64 tokens",
+        ),
+        (AllKeysSpec(), "picks all keys, so nothing is picked"),
         (EmbeddingSpec(4, 2, 3.0), "vocabulary embedding 4x2, scaled by 3"),
         (GrownTableSpec(64, ((1, 64),)), "table made for 64 tokens at once"),
         (FixedRopeSpec(64, True), "rotary frequencies fixed for 64 tokens"),

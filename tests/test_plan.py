@@ -138,12 +138,6 @@ def test_attention_that_would_lose_something_stops_the_plan():
     assert "site" in str(refusal)
 
 
-def test_model_that_computes_its_own_mask_is_refused():
-    meta = build(CONFIG_MAPPING["doge"](**SIZES), torch.float32)
-    with pytest.raises(UnsupportedModelError, match="computed by the model itself"):
-        make_plan(meta, ServingSpec())
-
-
 def test_bidirectional_models_are_refused_by_name():
     bert = build(CONFIG_MAPPING["roberta"](**SIZES), torch.float32)
     _, refusals = draft_plan(bert, ServingSpec())

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 from vllm import envs
 from vllm.config import CacheConfig, CompilationMode, VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
+from tfbackend import meta
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.mla import mla_sizes
 from tfbackend.mlaspec import MLASpec
@@ -48,6 +52,37 @@ def build_context(config: VllmConfig) -> BuildContext:
         redundant_experts=config.parallel_config.eplb_config.num_redundant_experts,
         sequence_parallel_moe=config.parallel_config.use_sequence_parallel_moe,
     )
+
+
+def hf_config(config: VllmConfig) -> PretrainedConfig:
+    """The config to build the model from: vLLM's, or where vLLM reads the file with the config class of another
+    architecture, Transformers' own reading of it, with the user's overrides."""
+    model = config.model_config
+    given: PretrainedConfig = model.hf_config
+    wanted = meta.named_config_class(given)
+    if wanted is None or isinstance(given, wanted):
+        return given
+    path = model.hf_config_path or model.model
+    where = {"revision": None if model.hf_config_path else model.revision, "token": model.hf_token}
+    values, _ = PretrainedConfig.get_config_dict(path, **where)
+    if values.get("model_type") != wanted.model_type or "auto_map" in values:
+        return given
+    # Not AutoConfig: vLLM tells it to read this model type with the other class.
+    read: PretrainedConfig = wanted.from_pretrained(path, **where)
+    if callable(model.hf_overrides):
+        overridden: PretrainedConfig = model.hf_overrides(read)
+        return overridden
+    _override(read, model.hf_overrides)
+    return read
+
+
+def _override(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
+    for name, value in overrides.items():
+        inner = getattr(config, name, None)
+        if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
+            _override(inner, value)
+        else:
+            setattr(config, name, inner | value if isinstance(value, dict) and isinstance(inner, dict) else value)
 
 
 def settle_cache(config: VllmConfig, plan: Plan) -> None:

@@ -5,7 +5,8 @@
 
 Scale, window and ALiBi slopes are measured on real numbers, the text is cut, and the cut module is run beside the
 original. While planning, the modules are of the cut classes; afterwards they are what they were, and the plan has the
-texts. What cannot be put behind the interface is a reason to refuse the model, with the place.
+texts. What cannot be put behind the interface is a reason to refuse the model, with the place. Modules that hand the
+interface a mask of their own making go the same way, see biased.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tfbackend.biased import BiasReader, longest_whole, with_own_masks
 from tfbackend.graph.alike import representatives
 from tfbackend.graph.inline import (
     FRAMED,
@@ -66,25 +68,29 @@ class Inlined:
         methods: module path -> text of the method that was cut, the forward or one that it calls.
         numbers: module path -> what its attention does.
         problems: module path -> why its attention stays where it is.
+        masks: likewise for modules that call the interface with a mask that they computed.
     """
 
     methods: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, InlineNumbers] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    masks: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
 def behind_interface(
     base: nn.Module, seen: Observation, serving: ServingSpec, directory: Path | None = None
 ) -> Iterator[Inlined]:
-    """While entered, modules of `base` that write attention out call the interface instead.
+    """While entered, modules of `base` that write attention out call the interface instead, and those that compute a
+    mask hand over the bias that it comes to.
 
     Args:
         seen: a run of `base` as it is.
         directory: where the cut classes are written.
     """
     directory = directory or _scratch()
-    done = _Adoption(base, seen, serving, directory).run() if seen.inline else Inlined()
+    any_found = seen.inline or with_own_masks(seen)
+    done = _Adoption(base, seen, serving, directory).run() if any_found else Inlined()
     classes = {path: type(base.get_submodule(path)) for path in done.methods}
     try:
         for path, text in done.methods.items():
@@ -112,15 +118,20 @@ class _Adoption:
 
     def __init__(self, base: nn.Module, seen: Observation, serving: ServingSpec, directory: Path) -> None:
         self.base, self.seen, self.serving, self.directory = base, seen, serving, directory
-        self.done = Inlined()
+        self.done, self.masked = Inlined(), with_own_masks(seen)
 
     def run(self) -> Inlined:
-        """What is to be done with every module that the run saw weighing tokens against tokens."""
+        """What is to be done with every module that the run saw weighing tokens against tokens, or masking them."""
         paths = [path for path in self.seen.inline if not self._left(path, self._outward_problem(path))]
+        paths += self.masked
         speakers = representatives(self.base, paths, self.seen)
         self.rehearsal = Rehearsal(self.base, self.seen, skipped=paths)
+        leading = [path for path in paths if speakers[path] == path]
         try:
-            self._adopt_all([path for path in paths if speakers[path] == path])
+            if inline := [path for path in leading if path not in self.masked]:
+                self._adopt_all(inline)
+            self._adopt_masked([path for path in leading if path in self.masked])
+            self._prove()
         except RUN_ERRORS as error:
             for path in paths:
                 self._left(path, f"it does not run by itself: {type(error).__name__}: {error}")
@@ -128,9 +139,18 @@ class _Adoption:
         for path, speaker in speakers.items():
             if speaker in done.methods:
                 done.methods[path], done.numbers[path] = done.methods[speaker], done.numbers[speaker]
-            elif speaker in done.problems:
-                done.problems[path] = done.problems[speaker]
+            for problems in (done.problems, done.masks):
+                if speaker in problems:
+                    problems[path] = problems[speaker]
         return done
+
+    def _adopt_masked(self, paths: list[str]) -> None:
+        """What is to be done with modules that call the interface with a mask that they computed."""
+        bound, longest = (longest_whole(self.base), self._longest()) if paths else (None, 0)
+        reader = BiasReader(self.rehearsal, bound, longest)
+        for path in paths:
+            with self._leaving(path):
+                self.done.methods[path], self.done.numbers[path] = reader.read(path)
 
     def _adopt_all(self, paths: list[str]) -> None:
         one, two, masked = (self._look(paths, seed=seed, hiding=seed == 3) for seed in (1, 2, 3))
@@ -149,7 +169,6 @@ class _Adoption:
         for path, found in measured.items():
             with self._leaving(path):
                 self._adopt(path, found, masked[path], windows.get(path))
-        self._prove()
 
     def _look_far(self, measured: dict[str, Measured]) -> None:
         """Check the slopes over a long context: bfloat16 holds the first 256 places exactly and no more."""
@@ -176,7 +195,7 @@ class _Adoption:
     def _left(self, path: str, problem: str) -> bool:
         """Note why a module stays as it is, if there is a reason."""
         if problem:
-            self.done.problems.setdefault(path, problem)
+            (self.done.masks if path in self.masked else self.done.problems).setdefault(path, problem)
             self.done.methods.pop(path, None)
         return bool(problem)
 
@@ -235,7 +254,8 @@ class _Adoption:
 def _attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
     numbers: InlineNumbers = keywords["inline"]
     spec = AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], numbers.scale, numbers.window)
-    return replace(spec, alibi_slopes=numbers.alibi_slopes).reference()(q, k, v)
+    attention = replace(spec, alibi_slopes=numbers.alibi_slopes, key_bias=numbers.key_bias).reference()
+    return attention(q, k, v, key_bias=keywords.get("key_bias"))
 
 
 def _difference(before: Any, after: Any, tolerance: float) -> str:

@@ -239,6 +239,13 @@ class _ReferenceRotary(nn.Module):
         return self.spec.rotate(query, cos, sin), self.spec.rotate(key, cos, sin)
 
 
+BIAS_COLUMNS = 2
+"""Elements of a key that hold its bias: the second has what rounding left over of the first."""
+
+KERNEL_WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256)
+"""Widths of a head that attention kernels have."""
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """Scaled dot-product attention over the KV cache.
@@ -252,6 +259,8 @@ class AttentionSpec:
         sinks: attribute of the site that holds one sink logit per head, or None.
         alibi_slopes: per head over all ranks, what is taken off a score for each token that the key is farther; or
             None.
+        key_bias: whether each key has a bias for each KV head, [1, KV heads, tokens], added to its scaled scores.
+        max_context: tokens of the longest context in which the original attends as this does; None for any.
     """
 
     num_heads: int
@@ -263,11 +272,17 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: str | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    key_bias: bool = False
+    max_context: int | None = None
 
     @property
     def cached_dim(self) -> int:
-        """Width of a head in the KV cache, which keeps keys and values of one width: the wider of both."""
-        return max(self.head_dim, self.v_head_dim)
+        """Width of a head in the KV cache, which keeps keys and values of one width: the wider of both. A bias is kept
+        behind the keys, and what is wider for it is as wide as kernels have it."""
+        if not self.key_bias:
+            return max(self.head_dim, self.v_head_dim)
+        least = max(self.head_dim + BIAS_COLUMNS, self.v_head_dim)
+        return next((width for width in KERNEL_WIDTHS if width >= least), least)
 
     def cached_numbers(self, tp_size: int) -> int:
         """Numbers that each rank keeps of a token: keys and values of its share of the KV heads, of one at least."""
@@ -278,12 +293,14 @@ class AttentionSpec:
 
     def __str__(self) -> str:
         widths = str(self.head_dim)
-        if self.v_head_dim != self.head_dim:
-            widths += f", values of {self.v_head_dim}, padded to {self.cached_dim}"
+        widths += f", values of {self.v_head_dim}" if self.v_head_dim != self.head_dim else ""
+        widths += ", a bias for each key" if self.key_bias else ""
+        widths += f", padded to {self.cached_dim}" if self.key_bias or self.v_head_dim != self.head_dim else ""
         parts = [f"attention {self.num_heads}/{self.num_kv_heads} heads of {widths}, scale {self.scale:.4g}"]
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
         parts += [f"sinks {self.sinks}"] if self.sinks else []
+        parts += [f"contexts of up to {self.max_context} tokens"] if self.max_context else []
         return ", ".join(parts + (["ALiBi"] if self.alibi_slopes else []))
 
 
@@ -295,7 +312,12 @@ class _ReferenceAttention(nn.Module):
         self.spec = spec
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        key_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         spec, tokens = self.spec, q.shape[-2]
         groups = q.shape[1] // k.shape[1]
@@ -303,6 +325,8 @@ class _ReferenceAttention(nn.Module):
         scores = q.float() @ k.float().transpose(-1, -2) * spec.scale
         if spec.soft_cap:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        if key_bias is not None:
+            scores = scores + key_bias.float().repeat_interleave(groups, 1)[:, :, None, :]
         distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
         if spec.alibi_slopes is not None:
             scores = scores - torch.tensor(spec.alibi_slopes)[:, None, None] * distance
@@ -352,8 +376,29 @@ class GrownTableSpec:
         return f"table made for {self.tokens} tokens at once"
 
 
+@dataclass(frozen=True)
+class AllKeysSpec:
+    """Nothing, in place of a module that would pick all keys of every context there may be."""
+
+    def reference(self) -> nn.Module:
+        return AllKeys()
+
+    def __str__(self) -> str:
+        return "picks all keys, so nothing is picked"
+
+
+class AllKeys(nn.Module):
+    """Takes any tensors and gives an empty one."""
+
+    def forward(self, *args: object, **keywords: object) -> torch.Tensor:
+        """Anything -> [0] of int32."""
+        first = next(x for x in (*args, *keywords.values()) if isinstance(x, torch.Tensor))
+        return torch.empty(0, dtype=torch.int32, device=first.device)
+
+
 LayerSpec = (
-    FixedRopeSpec
+    AllKeysSpec
+    | FixedRopeSpec
     | GrownTableSpec
     | LinearSpec
     | MergedLinearSpec

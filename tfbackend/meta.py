@@ -101,14 +101,26 @@ def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bo
     return MetaModel(model, *_places(model))
 
 
+def named_config_class(config: PretrainedConfig) -> type[PretrainedConfig] | None:
+    """The config class of the language model that the checkpoint names; None where Transformers has no such model."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    if not named.endswith(_LANGUAGE_MODEL):
+        return None
+    found: type[PretrainedConfig] | None = getattr(getattr(transformers, named, None), "config_class", None)
+    return found
+
+
+_LANGUAGE_MODEL = "ForCausalLM"
+
+
 def _check_class(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Refuse a config that makes another language model than the checkpoint names.
 
     vLLM reads the config.json of some architectures with a config class of another, and what differs gets lost.
     """
     named, made = (getattr(config, "architectures", None) or [""])[0], type(model).__name__
-    ending = "ForCausalLM"
-    if named != made and named.endswith(ending) and made.endswith(ending) and hasattr(transformers, named):
+    both = named.endswith(_LANGUAGE_MODEL) and made.endswith(_LANGUAGE_MODEL)
+    if named != made and both and hasattr(transformers, named):
         raise UnsupportedModelError(
             "The config makes another model than the one that the checkpoint names.",
             where=type(config).__name__,

@@ -10,7 +10,7 @@ Each kind of layer runs once in plain torch on random weights, with an attention
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tfbackend.graph.interface import RUN_ERRORS, answering, rescales
 from tfbackend.graph.kinds import kind_key
 from tfbackend.graph.observe import TOKENS, Observation
+from tfbackend.graph.selection import Selection
+from tfbackend.layerspecs import AllKeys
 from tfbackend.proof import Prover, copied, materialise, plain_float32, random_inputs
 from tfbackend.proof_key import module_key
 
@@ -32,16 +34,19 @@ _TOLERANCE = 1e-5
 def mixing_modules(base: nn.Module, layers: str, observation: Observation, prover: Prover) -> Iterator[tuple[str, str]]:
     """(path, what was seen) of every module that lets tokens see each other, each kind looked at once.
 
-    Looks into the decoder layers, at path `layers`, and what the base model calls beside them.
+    Looks into the decoder layers, at path `layers`, and what the base model calls beside them; not at what picks keys
+    for attention, of which nothing is left.
     """
+    left = observation.selection.makers if isinstance(observation.selection, Selection) else frozenset[str]()
     seen: dict[Any, str] = {}
     for path, module in _parts(base, layers):
         if path not in observation.calls or rescales(module):
             continue
         key = kind_key(module, observation.calls[path])
         if key not in seen:
-            lasting = f"tokens-{module_key(module, observation.calls[path])}"
-            seen[key] = prover.once(lasting, partial(_innermost, base, path, observation))
+            without = [maker.removeprefix(path) for maker in sorted(left) if maker.startswith(f"{path}.")]
+            lasting = f"tokens-{module_key(module, observation.calls[path])}{''.join(without)}"
+            seen[key] = prover.once(lasting, partial(_innermost, base, path, observation, left))
         if seen[key]:
             inner, _, found = seen[key].partition(": ")
             yield f"{path}{inner}", found
@@ -56,32 +61,46 @@ def _parts(base: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
         yield from ((f"{layers}.{name}", child) for name, child in stack.named_children())
 
 
-def _innermost(base: nn.Module, path: str, observation: Observation) -> str:
+def _innermost(base: nn.Module, path: str, observation: Observation, left: frozenset[str] = frozenset()) -> str:
     """ "<path below `path`>: what was seen" of the smallest module that mixes tokens; "" if none does."""
     module = base.get_submodule(path)
-    found = _mixes(module, observation.calls[path][0])
+    without = [maker.removeprefix(f"{path}.") for maker in left if maker.startswith(f"{path}.")]
+    found = "" if path in left else _mixes(module, observation.calls[path][0], without)
     if not found:
         return ""
     for name, _ in module.named_modules():
         inner = f"{path}.{name}"
-        if name and observation.calls.get(inner) and (deeper := _innermost(base, inner, observation)):
+        if name and observation.calls.get(inner) and (deeper := _innermost(base, inner, observation, left)):
             return f".{name}{deeper}"
     return f": {found}"
 
 
-def _mixes(module: nn.Module, call: Any) -> str:
+def _mixes(module: nn.Module, call: Any, without: Sequence[str] = ()) -> str:
     """How the output at some token follows another token; "" where it does not, or where that cannot be tried."""
+    for masked in (False, True):
+        try:
+            before, after = _both(module, call, without, masked)
+        except RUN_ERRORS:
+            continue
+        return _followed(before, after)
+    return ""
+
+
+def _both(module: nn.Module, call: Any, without: Sequence[str], masked: bool) -> tuple[Any, Any]:
+    """What the module gives, and what it gives with one token changed."""
     generator = torch.Generator().manual_seed(21)
     with torch.no_grad(), plain_float32(), answering(_attend_to_itself):
-        try:
-            original = materialise(module, generator)
-            inputs = random_inputs(call, original, generator)
-            forward = inspect.unwrap(type(original).forward)
-            before = forward(original, *copied(inputs[0]), **copied(inputs[1]))
-            changed = tree_map(_change, inputs)
-            after = forward(original, *copied(changed[0]), **copied(changed[1]))
-        except RUN_ERRORS:
-            return ""
+        original = materialise(module, generator)
+        for name in without:
+            vars(original.get_submodule(name))["forward"] = AllKeys().forward
+        inputs = random_inputs(call, original, generator, masked=masked)
+        forward = inspect.unwrap(type(original).forward)
+        before = forward(original, *copied(inputs[0]), **copied(inputs[1]))
+        changed = tree_map(_change, inputs)
+        return before, forward(original, *copied(changed[0]), **copied(changed[1]))
+
+
+def _followed(before: Any, after: Any) -> str:
     for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
         if isinstance(a, torch.Tensor) and (token := _moved(a, b)) is not None:
             return f"what it gives for token {token} changes with token {_CHANGED}"

@@ -41,12 +41,14 @@ class MLASpec:
         sizes: widths of what is cached and of the heads.
         scale: multiplies q.k before the softmax.
         expand: child of the site that was the linear from latents to heads, [heads * (nope + value), latent].
+        max_context: see AttentionSpec.
     """
 
     num_heads: int
     sizes: MLASizes
     scale: float
     expand: str
+    max_context: int | None = None
 
     window: ClassVar[None] = None
     soft_cap: ClassVar[None] = None
@@ -68,6 +70,7 @@ class MLASpec:
         return (
             f"latent attention, {self.num_heads} heads of {s.nope}+{s.rope}, values of {s.value}, "
             f"{s.latent}+{s.rope} numbers of a token in the cache, scale {self.scale:.4g}"
+            + (f", contexts of up to {self.max_context} tokens" if self.max_context else "")
         )
 
 

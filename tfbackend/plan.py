@@ -21,6 +21,7 @@ from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import numbers_by_tokens
 from tfbackend.graph.observe import Observation, needs_masks, observe
+from tfbackend.graph.selection import Selection, find_selection
 from tfbackend.head import HeadPlan, plan_head
 from tfbackend.inline import Inlined, behind_interface
 from tfbackend.layerspecs import (
@@ -37,7 +38,7 @@ from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
 from tfbackend.proof import Prover, plain_float32
-from tfbackend.refusals import inline_refusal, mixing_refusal, padding_refusal, positions_refusal
+from tfbackend.refusals import context_refusal, inline_refusal, mixing_refusal, padding_refusal, positions_refusal
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
 from tfbackend.source.edits import apply_edits
@@ -113,6 +114,11 @@ class Plan:
                     yield rewrite.qualname, spec
 
     @property
+    def max_context(self) -> int | None:
+        """Tokens of the longest context in which every layer attends as Transformers' does; None for any."""
+        return min((spec.max_context for _, spec in self.attention if spec.max_context is not None), default=None)
+
+    @property
     def counts(self) -> Counter[str]:
         """Rewrites by fuser."""
         return Counter(rewrite.fuser for rewrite in self.rewrites)
@@ -168,6 +174,8 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         if inlined.methods:
             observation = observe(base)
             assert not observation.problem, observation.problem
+        observation = _explained(observation, inlined)
+        observation = replace(observation, selection=find_selection(base, observation))
         return _decide(meta, serving, prover, observation, inlined)
 
 
@@ -192,6 +200,7 @@ def _decide(
     )
     refusals += map(inline_refusal, inlined.problems.items())
     refusals += _attention_refusals(plan, observation, serving, inlined)
+    refusals += _context_refusals(plan, serving)
     refusals += _experts_refusals(plan, serving)
     refusals += map(mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
@@ -204,8 +213,19 @@ def _decide(
             forwards.setdefault(path, text)
         else:
             methods[path] = text
-    masked = bool(inlined.methods) and needs_masks(base)
+    masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
     return replace(plan, forwards=forwards, methods=methods, masked=masked), tuple(refusals)
+
+
+def _explained(observation: Observation, inlined: Inlined) -> Observation:
+    """The observation with what is known of masks that could not be served."""
+    attention = {
+        path: [replace(c, mask_problem=f"{c.mask_problem}: {inlined.masks[path]}") for c in calls]
+        if path in inlined.masks
+        else calls
+        for path, calls in observation.attention.items()
+    }
+    return replace(observation, attention=attention)
 
 
 def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], list[Miss], list[str]]:
@@ -285,6 +305,13 @@ def _attention_refusals(
                     remedy="Serve it with --tensor-parallel-size 1",
                 )
         yield from uneven(plan.rewrites, serving.tp_size, ep=serving.ep)
+
+
+def _context_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:
+    bound = plan.max_context
+    if bound is not None and bound < serving.max_model_len:
+        path = next(path for path, spec in plan.attention if spec.max_context == bound)
+        yield context_refusal(path, bound, serving.max_model_len)
 
 
 def _experts_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:

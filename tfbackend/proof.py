@@ -32,6 +32,7 @@ from tfbackend.graph.interface import RUN_ERRORS, Recorder, answering, has_exper
 from tfbackend.graph.observe import Observation
 from tfbackend.layerspecs import (
     ActMulSpec,
+    AllKeysSpec,
     AttentionSpec,
     EmbeddingSpec,
     FixedRopeSpec,
@@ -148,9 +149,9 @@ def _is_proof(key: str) -> bool:
 
 
 def needs_no_proof(rewrite: Rewrite) -> bool:
-    """A linear for a linear, frequencies that are only held still, an attention layer behind an unchanged call and
-    what only says how ranks share a linear have no two sides to compare."""
-    if isinstance(rewrite.layer, (LinearSpec, FixedRopeSpec, GrownTableSpec)):
+    """A linear for a linear, frequencies that are only held still, a choice that is none, an attention layer behind an
+    unchanged call and what only says how ranks share a linear have no two sides to compare."""
+    if isinstance(rewrite.layer, (AllKeysSpec, LinearSpec, FixedRopeSpec, GrownTableSpec)):
         return not rewrite.weights
     only_says = not (rewrite.layer or rewrite.children or rewrite.edits or rewrite.attributes)
     return rewrite.fuser == "attention" or only_says
@@ -162,12 +163,23 @@ def prove(site: Site, group: Sequence[Rewrite]) -> str:
     calls = site.observation.calls.get(site.kind.first)
     if not calls:
         return "the model did not call it in the observed run, so it has no inputs to be proven with"
+    problem = _prove(site, group, calls[0])
+    if problem.startswith(_NEEDS_MASK):
+        problem = _prove(site, group, calls[0], masked=True)
+    return problem
+
+
+_NEEDS_MASK = ("TypeError: 'NoneType'", "AttributeError: 'NoneType'")
+"""How the error of a forward begins that cannot go without the mask it is called with."""
+
+
+def _prove(site: Site, group: Sequence[Rewrite], call: Any, *, masked: bool = False) -> str:
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad(), plain_float32():
         try:
             original = materialise(site.module, generator)
             for size in _sizes(group):
-                args, kwargs = random_inputs(calls[0], original, generator, size, site.observation)
+                args, kwargs = random_inputs(call, original, generator, size, site.observation, masked=masked)
                 reference = _Reference(site, group)
                 with answering(reference.attend):
                     # Decorators of the original are part of what it does.
@@ -297,7 +309,11 @@ def random_inputs(
     generator: torch.Generator,
     size: float = 1.0,
     observation: Observation | None = None,
+    *,
+    masked: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call on meta, (args, kwargs), with random numbers in them; masks are None, or if `masked` hide
+    nothing."""
     filled: dict[int, Any] = {}
 
     def fill(x: Any) -> Any:
@@ -309,7 +325,7 @@ def random_inputs(
 
     def draw(x: torch.Tensor) -> torch.Tensor | None:
         if x.dtype == torch.bool:
-            return None
+            return torch.ones(x.shape, dtype=torch.bool) if masked else None
         if not x.dtype.is_floating_point:
             top = module.num_embeddings if isinstance(module, nn.Embedding) else getattr(module, "num_experts", 7)
             return torch.randint(0, top, x.shape, generator=generator)
@@ -341,7 +357,7 @@ class _Reference:
     def attend(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
         if self.attention is None:
             return q.transpose(1, 2)
-        return self.attention(q, k, v, keywords.get("s_aux"))
+        return self.attention(q, k, v, keywords.get("s_aux"), keywords.get("key_bias"))
 
     def attend_rewritten(self, original: nn.Module) -> Recorder:
         """What answers the rewritten side, which may hand over latents in place of keys and values."""

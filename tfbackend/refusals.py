@@ -44,3 +44,12 @@ def inline_refusal(found: tuple[str, str]) -> UnsupportedModelError:
         found=found[1],
         remedy=NATIVE,
     )
+
+
+def context_refusal(path: str, bound: int, wanted: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"A layer leaves out some of the tokens of contexts longer than {bound}, and can be served up to there only.",
+        where=path,
+        found=f"contexts of up to {wanted} tokens",
+        remedy=f"Serve it with --max-model-len {bound}",
+    )

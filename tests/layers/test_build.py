@@ -11,6 +11,7 @@ from tfbackend.expertspec import ExpertsSpec
 from tfbackend.layers.build import _BUILDERS, build_layer, local_sizes, own_slopes
 from tfbackend.layerspecs import (
     ActMulSpec,
+    AllKeysSpec,
     AttentionSpec,
     EmbeddingSpec,
     LinearSpec,
@@ -20,13 +21,15 @@ from tfbackend.layerspecs import (
     RotarySpec,
 )
 from tfbackend.mlaspec import MLASpec
+from tfbackend.moespec import MoESpec
 
 OTHERS = [(spec, name, other) for spec, fields in TABLE for name, other in others(spec, fields)]
 VISIBLE = [case for case in OTHERS if (type(case[0]), case[1]) not in INVISIBLE]
 SPECS = list(dict.fromkeys([spec for spec, _ in TABLE] + [other for _, _, other in OTHERS]))
 
-# Rotary layers and experts have files of their own; attention runs in an engine, see tests/serve.
-ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, ExpertsSpec}
+# Rotary layers, experts, whole blocks of them and biased keys have files of their own, and what is left of picking keys
+# computes nothing; all attention else runs in an engine, see tests/serve.
+ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, ExpertsSpec, MoESpec, AllKeysSpec}
 
 
 def test_every_builder_and_every_field_is_in_the_table():

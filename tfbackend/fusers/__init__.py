@@ -18,8 +18,10 @@ from tfbackend.fusers.norm import NormFuser
 from tfbackend.fusers.packed_qkv import PackedQKVFuser
 from tfbackend.fusers.qkv import QKVFuser
 from tfbackend.fusers.rope import RopeFuser
+from tfbackend.fusers.selection import SelectionFuser
 
 FUSERS: tuple[Fuser, ...] = (
+    SelectionFuser(),
     MLAFuser(),
     AttentionFuser(),
     QKVFuser(),

@@ -8,24 +8,21 @@ turn, each with a KV cache of its own; how many calls there are must not change 
 
 Heads, scale, soft cap and sinks are read from the call that the model makes; the window is read from what the mask
 hides. A keyword that changes the result and has no place in AttentionSpec is a Miss. Attention that a model wrote out
-comes here through `inline_attention`, with its numbers.
+comes here through `inline_attention`, with its numbers. A keyword that says which keys to attend to is none up to the
+length of context of which it says all.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from tfbackend.fusers.base import Match, Miss, Rewrite, Site
-from tfbackend.graph.interface import CALLS, LAYERS, InlineNumbers
-from tfbackend.graph.observe import TOKENS, AttentionCall, OwnParameter
-from tfbackend.layerspecs import AttentionSpec
+import torch
 
-_HARMLESS = frozenset(
-    "position_ids cache_position use_cache output_attentions output_hidden_states return_dict past_key_values "
-    "past_key_value logits_to_keep position_embeddings sliding_window deterministic input_ids cu_seq_lens_q "
-    "cu_seq_lens_k max_length_q max_length_k num_items_in_batch".split()
-)
-"""Keywords that Transformers' own eager attention ignores. The window counts only through the mask, there as here."""
+from tfbackend.fusers.base import Match, Miss, Rewrite, Site
+from tfbackend.graph.interface import CALLS, HARMLESS, LAYERS, InlineNumbers
+from tfbackend.graph.observe import TOKENS, AttentionCall, OwnParameter
+from tfbackend.graph.selection import PICKED, Selection
+from tfbackend.layerspecs import AttentionSpec
 
 
 class AttentionFuser:
@@ -45,7 +42,9 @@ class AttentionFuser:
         if problem:
             return Miss(self.name, site.qualname, problem, site.place())
         names = _layer_names(len(calls))
-        children = tuple((name, spec_of(call)) for name, call in zip(names, calls, strict=True))
+        children = tuple(
+            (name, spec_of(call, site.observation.selection)) for name, call in zip(names, calls, strict=True)
+        )
         specs = list(dict.fromkeys(spec for _, spec in children))
         times = f", a layer for each of {len(calls)} calls" if len(calls) > 1 else ""
         rounded = any(inline.rounded for call in calls if (inline := _inline(call)) is not None)
@@ -64,10 +63,10 @@ class AttentionFuser:
                 return f"already has an attribute called {name}"
         if len(calls) > 1 and any(call.keywords.get("s_aux") is not None for call in calls):
             return f"calls the attention interface {len(calls)} times in one forward, with sinks"
-        return next(filter(None, map(call_problem, calls)), "")
+        return next(filter(None, (call_problem(call, site.observation.selection) for call in calls)), "")
 
 
-def call_problem(call: AttentionCall) -> str:
+def call_problem(call: AttentionCall, selection: Selection | str | None = None) -> str:
     """What of a call of the attention interface no attention layer can do; "" for nothing."""
     if call.mask is None:
         return call.mask_problem
@@ -78,9 +77,18 @@ def call_problem(call: AttentionCall) -> str:
     if call.query[1] % call.key[1]:
         return f"{call.query[1]} query heads do not divide into {call.key[1]} KV heads"
     for key, value in call.keywords.items():
-        if problem := _keyword_problem(key, value, call.query[1]):
+        problem = _keyword_problem(key, value, call)
+        if key == PICKED and isinstance(value, torch.Tensor):
+            problem = _picked_problem(selection)
+        if problem:
             return problem
     return ""
+
+
+def _picked_problem(selection: Selection | str | None) -> str:
+    """Why what attention is told of keys may not be left out."""
+    why = selection if isinstance(selection, str) else "" if selection else "which keys it picks is not known"
+    return f"the keyword {PICKED} would be dropped: {why}" if why else ""
 
 
 def _layer_names(calls: int) -> tuple[str, ...]:
@@ -95,8 +103,9 @@ def _inline(call: AttentionCall) -> InlineNumbers | None:
     return numbers
 
 
-def spec_of(call: AttentionCall) -> AttentionSpec:
-    """The layer that a call asks for."""
+def spec_of(call: AttentionCall, selection: Selection | str | None = None) -> AttentionSpec:
+    """The layer that a call asks for, in contexts in which the keys that it picks are all keys."""
+    bound = selection.bound if isinstance(selection, Selection) else None
     sinks, scale, inline = call.keywords.get("s_aux"), call.keywords.get("scaling"), _inline(call)
     return AttentionSpec(
         num_heads=call.query[1],
@@ -108,11 +117,14 @@ def spec_of(call: AttentionCall) -> AttentionSpec:
         soft_cap=call.keywords.get("softcap"),
         sinks=sinks.name if sinks is not None else None,
         alibi_slopes=inline.alibi_slopes if inline else None,
+        key_bias=inline.key_bias if inline else False,
+        max_context=inline.max_context if inline else bound if call.keywords.get(PICKED) is not None else None,
     )
 
 
-def _keyword_problem(key: str, value: Any, heads: int) -> str:
-    if value is None or key in _HARMLESS:
+def _keyword_problem(key: str, value: Any, call: AttentionCall) -> str:
+    heads = call.query[1]
+    if value is None or key in HARMLESS:
         return ""
     if key == "inline" and isinstance(value, InlineNumbers):
         return ""
@@ -126,4 +138,7 @@ def _keyword_problem(key: str, value: Any, heads: int) -> str:
         if not isinstance(value, OwnParameter):
             return "its attention sinks are no parameter of the module"
         return "" if tuple(value.shape) == (heads,) else f"its sinks are {tuple(value.shape)} for {heads} heads"
+    if key == "key_bias" and (inline := _inline(call)) and inline.key_bias:
+        wanted = (1, call.key[1], call.key[2])
+        return "" if tuple(value.shape) == wanted else f"its bias is {tuple(value.shape)} where keys are {wanted}"
     return f"the keyword {key} would be dropped"

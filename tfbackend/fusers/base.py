@@ -80,6 +80,8 @@ class Rewrite:
             were seen to be of no use to anyone.
         captured: what the pattern's roles were bound to, for the reader.
         summary: one line.
+        unread: children of the site ("" for the site itself) that go with no one to carry their weights, for nothing
+            is computed from them any more.
     """
 
     qualname: str
@@ -95,6 +97,7 @@ class Rewrite:
     claims: frozenset[str] = frozenset()
     outputs: int | None = None
     captured: tuple[tuple[str, str], ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -65,17 +65,19 @@ class MLAFuser:
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
         calls = site.observation.attention[site.qualname]
-        problem = "it calls the attention interface more than once" if len(calls) != 1 else call_problem(calls[0])
+        selection = site.observation.selection
+        several = "it calls the attention interface more than once" if len(calls) != 1 else ""
+        problem = several or call_problem(calls[0], selection)
         if problem:
             return self._miss(site, problem)
-        whole, roles = spec_of(calls[0]), match.roles
+        whole, roles = spec_of(calls[0], selection), match.roles
         for what, value in (("window", whole.window), ("soft cap", whole.soft_cap), ("sinks", whole.sinks)):
             if value is not None:
                 return self._miss(site, f"it has a {what} of {value}" if what != "sinks" else "it has attention sinks")
         if whole.alibi_slopes is not None:
             return self._miss(site, "it has ALiBi")
         expand = roles["expand"]
-        spec = MLASpec(whole.num_heads, roles["sizes"], whole.scale, expand)
+        spec = MLASpec(whole.num_heads, roles["sizes"], whole.scale, expand, whole.max_context)
         styles = ((roles["query"], COLWISE), (roles["out"], ROWWISE))
         return Rewrite(
             qualname=site.qualname,

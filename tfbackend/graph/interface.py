@@ -18,6 +18,13 @@ RUN_ERRORS = (
 )
 """What the forward of a model may raise when it runs in other circumstances than its author had in mind."""
 
+HARMLESS = frozenset(
+    "position_ids cache_position use_cache output_attentions output_hidden_states return_dict past_key_values "
+    "past_key_value logits_to_keep position_embeddings sliding_window deterministic input_ids cu_seq_lens_q "
+    "cu_seq_lens_k max_length_q max_length_k num_items_in_batch".split()
+)
+"""Keywords that Transformers' own eager attention ignores. The window counts only through the mask, there as here."""
+
 Recorder = Callable[..., Any]
 _recorders: list[Recorder] = []
 
@@ -39,10 +46,12 @@ def attention_interface(
         return _recorders[-1](module, query, key, value, attention_mask, **keywords), None
     tokens, heads = query.shape[2], query.shape[1]
     attn = _next_layer(module)
+    bias = keywords.get("key_bias")
     output = attn(
         query.transpose(1, 2).reshape(tokens, -1),
         key.transpose(1, 2).reshape(tokens, -1),
         value.transpose(1, 2).reshape(tokens, -1),
+        **({} if bias is None else {"key_bias": bias[0].t()}),
     )
     return output.view(1, tokens, heads, -1), None
 
@@ -97,12 +106,16 @@ class InlineNumbers:
         window: how many latest tokens a token sees; None for all.
         alibi_slopes: one for each head, or None.
         rounded: whether the original rounds its ALiBi bias to bfloat16.
+        key_bias: whether each key has a bias.
+        max_context: tokens beyond which the original leaves some out.
     """
 
     scale: float
     window: int | None = None
     alibi_slopes: tuple[float, ...] | None = None
     rounded: bool = False
+    key_bias: bool = False
+    max_context: int | None = None
 
 
 def inline_attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -110,12 +123,22 @@ def inline_attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, 
 
     While planning, `module.inline_numbers` tells a recorder what the original was found to do.
     """
-    numbers: InlineNumbers | None = getattr(module, "inline_numbers", None)
-    keywords: dict[str, Any] = {}
-    if numbers is not None:
-        keywords = {"scaling": numbers.scale, "is_causal": True, "inline": numbers}
+    keywords = _measured(module)
     output, _ = attention_interface(module, query.to(value.dtype), key.to(value.dtype), value, None, **keywords)
     return output.transpose(1, 2)
+
+
+def key_biased_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    """What stands where a model calls its interface with a mask that only adds `bias` [1, KV heads, tokens] to the
+    scores of each key; shapes as of `attention_interface`."""
+    return attention_interface(module, query, key, value, None, key_bias=bias, **_measured(module))
+
+
+def _measured(module: nn.Module) -> dict[str, Any]:
+    numbers: InlineNumbers | None = getattr(module, "inline_numbers", None)
+    return {} if numbers is None else {"scaling": numbers.scale, "is_causal": True, "inline": numbers}
 
 
 def unattended(

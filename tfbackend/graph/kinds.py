@@ -137,6 +137,10 @@ def _outline(value: Any, tensor: Callable[[torch.Tensor], Any] = lambda t: (tupl
     return (type(value), value) if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
+_HANDING_OVER = ("update", "update_indexer")
+"""Methods of Transformers' caches that take the number of a layer to know it by."""
+
+
 @lru_cache(maxsize=1024)
 def branches_on(cls: type[nn.Module], attribute: str = _LAYER_NUMBER) -> bool:
     """Whether a forward does more with its layer number than to hand it to the cache, itself or through a method."""
@@ -147,7 +151,7 @@ def branches_on(cls: type[nn.Module], attribute: str = _LAYER_NUMBER) -> bool:
     handed = {
         id(argument)
         for call in ast.walk(source.tree)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "update"
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _HANDING_OVER
         for argument in call.args
     }
     if any(id(use) not in handed for use in source.self_uses(attribute)):

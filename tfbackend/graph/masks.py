@@ -160,11 +160,14 @@ def _open_mask(*args: Any, q_length: int, kv_length: int, **_: Any) -> torch.Ten
     return torch.zeros((1, 1, q_length, kv_length))
 
 
+UNREADABLE = "the mask was computed by the model itself and cannot be read"
+
+
 def read_mask(mask: Any, module: nn.Module, is_causal: Any) -> tuple[MaskWindow | None, str]:
     if mask is None:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         return (MaskWindow(None), "") if causal is True else (None, "it has no mask and does not say that it is causal")
     tagged = _windows.get(id(mask))
     if tagged is None:
-        return None, "the mask was computed by the model itself and cannot be read"
+        return None, UNREADABLE
     return (None, tagged[1]) if isinstance(tagged[1], str) else (tagged[1], "")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, ca
 from tfbackend.graph.masks import Masks, MaskWindow, masks_that_answer, read_mask
 from tfbackend.graph.query import SDPA, SOFTMAX
 from tfbackend.graph.repeats import Repeats, mark, repeat, since
+
+if TYPE_CHECKING:
+    from tfbackend.graph.selection import Selection
 
 TOKENS = 7
 """Tokens of the meta run. Prime and small: no size of a real model is 7, so a 7 in a graph is the token axis."""
@@ -77,6 +80,10 @@ class Observation:
         operations: how many there were.
         returned: module path -> how many of them there had been when it returned.
         read: id of a tensor -> the number of the last operation that took it.
+        fewest: the least number of tokens, of all those of the run, that anything picked with a top-k; None where
+            nothing did.
+        selection: which keys attention is told to attend to, or why that is not known; None where it is told of none.
+            An observed run does not say, `graph.selection` does.
     """
 
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
@@ -92,6 +99,8 @@ class Observation:
     operations: int = 0
     returned: dict[str, int] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
+    fewest: int | None = None
+    selection: Selection | str | None = None
 
     def unread(self, path: str) -> list[bool] | None:
         """For each element of the tuple that the one call of a module returned, whether nothing was done with it."""
@@ -101,11 +110,11 @@ class Observation:
         return [isinstance(x, torch.Tensor) and self.read.get(id(x), 0) <= self.returned[path] for x in output]
 
 
-def observe(base: nn.Module) -> Observation:
-    """Run the base model once over `TOKENS` meta tokens, as the engine will call it: flat positions, no cache."""
+def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
+    """Run the base model once over meta tokens, as the engine will call it: flat positions, no cache."""
     seen = Observation()
     paths = {id(module): path for path, module in base.named_modules()}
-    counted = CountedTokens(TOKENS)
+    counted = CountedTokens(tokens)
 
     def record(
         module: nn.Module,
@@ -133,9 +142,9 @@ def observe(base: nn.Module) -> Observation:
         answering(record),
         _calls_into(seen, base, running),
     ):
-        inputs = model_inputs(base, torch.device("meta"))
+        inputs = model_inputs(base, torch.device("meta"), tokens)
         try:
-            with counted, _Operations(seen, running):
+            with counted, _Operations(seen, running, tokens):
                 base(**inputs)
         except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
@@ -163,10 +172,10 @@ def needs_masks(base: nn.Module) -> bool:
     return False
 
 
-def model_inputs(base: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of one forward over `TOKENS` tokens: those of our engine call that this class takes."""
-    ids = torch.zeros((1, TOKENS), dtype=torch.long, device=device)
-    positions = torch.arange(TOKENS, device=device)[None]
+def model_inputs(base: nn.Module, device: torch.device, tokens: int = TOKENS) -> dict[str, Any]:
+    """Keyword arguments of one forward over `tokens` tokens: those of our engine call that this class takes."""
+    ids = torch.zeros((1, tokens), dtype=torch.long, device=device)
+    positions = torch.arange(tokens, device=device)[None]
     return {"input_ids": ids} | call_keywords(base, positions)
 
 
@@ -186,23 +195,28 @@ def call_keywords(base: nn.Module, positions: torch.Tensor) -> dict[str, Any]:
 
 
 class _Operations(TorchFunctionMode):
-    """Notes what operations take, and which module, the innermost of `running`, weighs tokens against tokens."""
+    """Notes what operations take, which module, the innermost of `running`, weighs tokens against tokens, and how many
+    tokens are picked of all."""
 
-    def __init__(self, seen: Observation, running: list[tuple[str, nn.Module]]) -> None:
+    def __init__(self, seen: Observation, running: list[tuple[str, nn.Module]], tokens: int) -> None:
         super().__init__()
-        self.seen, self.running = seen, running
+        self.seen, self.running, self.tokens = seen, running, tokens
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, note what it took, and count it where it is a softmax over tokens or an attention of torch's."""
+        """Run `func`, note what it took, and whether it is a softmax over the tokens, torch's attention or a top-k."""
         self.seen.operations += 1
         for taken in tree_leaves((args, kwargs)):
             if isinstance(taken, torch.Tensor):
                 self.seen.read[id(taken)] = self.seen.operations
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if (name in SOFTMAX and tuple(result.shape[-2:]) == (TOKENS, TOKENS)) or name == SDPA:
+        if (name in SOFTMAX and tuple(result.shape[-2:]) == (self.tokens, self.tokens)) or name == SDPA:
             path = next((path for path, module in reversed(self.running) if type(module) is not nn.Softmax), "")
             self.seen.inline[path] = self.seen.inline.get(path, 0) + 1
+        elif name == "topk":
+            given = (args[0] if args else (kwargs or {})["input"]).shape
+            picked = [new for old, new in zip(given, result[0].shape, strict=True) if old == self.tokens]
+            self.seen.fewest = min([*picked, *([] if self.seen.fewest is None else [self.seen.fewest])], default=None)
         return result
 
 

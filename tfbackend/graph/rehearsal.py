@@ -1,7 +1,8 @@
 """Runs of a model's own code on real numbers, without its weights.
 
-Every module that holds weights and nothing else gives random numbers of the shape that it was seen to give; all code
-around them runs as it is, so that masks, positions and biases are the true ones. A model of any size takes a moment.
+Every module that holds weights and nothing else gives random numbers of the shape that it was seen to give, and so do
+experts; all code around them runs as it is, so that masks, positions and biases are the true ones. A model of any size
+takes a moment.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from tfbackend.graph.interface import has_experts_interface
 from tfbackend.graph.masks import masks_for
 from tfbackend.graph.observe import TOKENS, Observation, call_keywords
 
@@ -113,10 +115,14 @@ class Rehearsal:
             if not isinstance(x, torch.Tensor):
                 return x
             shape = [tokens if size == TOKENS else size for size in x.shape]
-            return torch.randn(shape, generator=generator) * spread if x.is_floating_point() else torch.zeros(shape)
+            if not x.is_floating_point():
+                return torch.zeros(shape, dtype=x.dtype)
+            return torch.randn(shape, generator=generator) * spread
 
         return tree_map(draw, self.seen.outputs[path])
 
 
 def _holds_weights_only(module: nn.Module) -> bool:
+    if has_experts_interface(module):
+        return True
     return next(module.children(), None) is None and any(p is not None for p in module._parameters.values())

@@ -212,6 +212,17 @@ class _Recorder:
         return result
 
 
+def frame_of(code: CodeType) -> Frame | None:
+    """The innermost running function of this code, as it stands; None where none runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    tensors = {name: x for name, x in frame.f_locals.items() if isinstance(x, torch.Tensor)}
+    return Frame(code, _span_of(frame), tensors)
+
+
 def _span_of(frame: FrameType) -> Span | None:
     line, end_line, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if line is None or end_line is None or column is None or end_column is None:

@@ -77,7 +77,7 @@ class Inspection:
         serving: the planner's view of it.
         architecture: class of the full Transformers model.
         served: the class that serves it.
-        limit: longest context of the model, in tokens; None where the config names none.
+        limit: longest context of the model, in tokens; None where neither its config nor a layer sets one.
         plan: the plan, as far as it goes.
         tree: the module tree, folded.
         parameters: of the served tree, with their shares.
@@ -143,7 +143,7 @@ def inspect_model(request: Request, progress: Progress = lambda step: None) -> I
         serving=serving,
         architecture=plan.architecture,
         served=served,
-        limit=_limit(target.config),
+        limit=min(filter(None, (_limit(target.config), plan.max_context)), default=None),
         plan=plan,
         tree=tree,
         parameters=tuple(parameters),

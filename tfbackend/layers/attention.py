@@ -1,4 +1,4 @@
-"""vLLM's attention for value heads of another width than query and key heads."""
+"""vLLM's attention for value heads of another width than query and key heads, and for keys that have a bias."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.attention import Attention
+
+from tfbackend.errors import ConfigError
+from tfbackend.layerspecs import BIAS_COLUMNS
 
 
 class PaddedAttention(Attention):
@@ -20,7 +23,7 @@ class PaddedAttention(Attention):
 
     def fit(self, qk_dim: int, v_dim: int) -> None:
         """Take query and key heads of `qk_dim` and value heads of `v_dim`, neither wider than the layer's."""
-        assert max(qk_dim, v_dim) == self.head_size, (qk_dim, v_dim, self.head_size)
+        assert max(qk_dim, v_dim) <= self.head_size, (qk_dim, v_dim, self.head_size)
         self.qk_dim, self.v_dim = qk_dim, v_dim
 
     def forward(
@@ -31,6 +34,57 @@ class PaddedAttention(Attention):
         output: torch.Tensor = super().forward(
             pad_heads(query, self.qk_dim, self.head_size),
             pad_heads(key, self.qk_dim, self.head_size),
+            pad_heads(value, self.v_dim, self.head_size),
+            *args,
+            **keywords,
+        )
+        return cut_heads(output, self.head_size, self.v_dim)
+
+
+class BiasedAttention(PaddedAttention):
+    """Keeps the bias of a key behind the key, where the query has ones: their product is their sum.
+
+    Before the product is scaled, so the bias is divided by the scale; what rounding takes off it is kept beside it.
+    """
+
+    score_scale: float
+
+    def weigh(self, scale: float) -> None:
+        """Take `scale` for what multiplies the product of query and key.
+
+        Raises:
+            ConfigError: keys are cached in fewer bits than they have, which their biases would not survive.
+        """
+        if self.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(
+                "Keys that carry a bias cannot be cached in fewer bits.",
+                where=self.layer_name,
+                found=f"--kv-cache-dtype {self.kv_cache_dtype}",
+                remedy="Serve it with --kv-cache-dtype auto",
+            )
+        self.score_scale = scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        key_bias: torch.Tensor,
+        **keywords: Any,
+    ) -> torch.Tensor:
+        """As PaddedAttention, with a bias [tokens, KV heads]."""
+        exact = key_bias.float() / self.score_scale
+        near = exact.to(key.dtype)
+        bias = torch.stack((near, (exact - near.float()).to(key.dtype)), dim=-1)
+        wide = self.qk_dim + BIAS_COLUMNS
+        queries = query.reshape(*query.shape[:-1], -1, self.qk_dim)
+        ones = queries.new_ones((*queries.shape[:-1], BIAS_COLUMNS))
+        keys = torch.cat((key.reshape(*key.shape[:-1], -1, self.qk_dim), bias), dim=-1).flatten(-2)
+        output: torch.Tensor = Attention.forward(
+            self,
+            pad_heads(torch.cat((queries, ones), dim=-1).flatten(-2), wide, self.head_size),
+            pad_heads(keys, wide, self.head_size),
             pad_heads(value, self.v_dim, self.head_size),
             *args,
             **keywords,

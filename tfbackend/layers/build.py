@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from tfbackend.expertspec import ExpertsSpec
-from tfbackend.layers.attention import PaddedAttention
+from tfbackend.layers.attention import BiasedAttention, PaddedAttention
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
 from tfbackend.layers.experts import experts
@@ -38,6 +38,7 @@ from tfbackend.layerspecs import (
     ROWWISE_PARTIAL,
     ROWWISE_SPLIT,
     ActMulSpec,
+    AllKeysSpec,
     AttentionSpec,
     EmbeddingSpec,
     LayerSpec,
@@ -157,8 +158,8 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
         extra["sinks"] = own_sinks(site, spec.sinks, context)
     if spec.alibi_slopes is not None:
         extra["alibi_slopes"] = own_slopes(spec.alibi_slopes, context.tp_size)
-    padded = spec.v_head_dim != spec.head_dim
-    made: nn.Module = (PaddedAttention if padded else Attention)(
+    cls = BiasedAttention if spec.key_bias else PaddedAttention if spec.v_head_dim != spec.head_dim else Attention
+    made: nn.Module = cls(
         spec.num_heads // context.tp_size,
         spec.cached_dim,
         spec.scale,
@@ -172,11 +173,17 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
     )
     if isinstance(made, PaddedAttention):
         made.fit(spec.head_dim, spec.v_head_dim)
+    if isinstance(made, BiasedAttention):
+        made.weigh(spec.scale)
     return made
 
 
 def _latent_attention(spec: MLASpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
     return latent_attention(spec, prefix, context)
+
+
+def _all_keys(spec: AllKeysSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return spec.reference()
 
 
 def _experts(spec: ExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
@@ -204,6 +211,7 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     EmbeddingSpec: _embedding,
     AttentionSpec: _attention,
     MLASpec: _latent_attention,
+    AllKeysSpec: _all_keys,
     ExpertsSpec: _experts,
     MoESpec: _moe,
 }

@@ -52,7 +52,8 @@ class Base(nn.Module):
     def _build(self, prefix: str) -> None:
         directory = adapt.cache_directory()
         model_config = self.model_config
-        built = meta.build(model_config.hf_config, model_config.dtype, trust_remote_code=model_config.trust_remote_code)
+        config, remote = adapt.hf_config(self.vllm_config), model_config.trust_remote_code
+        built = meta.build(config, model_config.dtype, trust_remote_code=remote)
         begun = time.perf_counter()
         self.plan: Plan = make_plan(built, adapt.serving_spec(self.vllm_config), Prover(directory / "proofs"))
         planned = time.perf_counter()

@@ -15,6 +15,7 @@ RULES: dict[str, str] = {
     "ignored-by-class": "The model class lists this name among those to ignore (_keys_to_ignore_on_load_unexpected)",
     "legacy-buffer": "An earlier release of Transformers saved this buffer; the model no longer has it",
     "headless": "The model is served without a language-modelling head",
+    "unread": "Nothing is computed from this parameter in any context that the engine accepts",
     "other-stage": "Another pipeline stage has the layer that this tensor belongs to",
     "unused-cache-scale": "The engine keeps no scale of this kind for its KV cache",
     "ordered-group-index": "The index says that the quantizer took its groups in order, as the engine does",

@@ -74,10 +74,16 @@ class WeightMap:
             plan.head_path is None,
         )
         self._quantized = quantized
+        self._unread = tuple(
+            f"{join(plan.base_path, rewrite.qualname, child)}." for rewrite in plan.rewrites for child in rewrite.unread
+        )
         self._places = _Places(plan)
         self._ties = _ties(model, plan, self._states)
         self._cleared = {join(plan.embedding_path, "weight"): cleared_rows(model, plan.embedding_path)}
-        self._names = {self._places.of(n): n for n in reversed(self._states) if n not in self._ties}
+        self._names = {self._places.of(n): n for n in reversed(self._states) if self._is_wanted(n)}
+
+    def _is_wanted(self, canonical: str) -> bool:
+        return canonical not in self._ties and not canonical.startswith(self._unread)
 
     @property
     def targets(self) -> frozenset[str]:
@@ -152,6 +158,8 @@ class WeightMap:
         return None
 
     def _resolve(self, name: str) -> Placement | Gathered | Dropped | None:
+        if self._unread and any(found.startswith(self._unread) for found in self._spellings.candidates(name)):
+            return drop("unread")
         for spelling in self._spellings.current(name):
             gathered = self._gathered(name, spelling)
             if gathered is not None:

@@ -3,7 +3,7 @@ leaves it out, a dict for one overrides its fields."""
 
 from typing import Any
 
-from tests.serve.configs import WINDOW
+from tests.serve.configs import MAX_LEN, WINDOW
 
 S, F, C = "sliding_attention", "full_attention", "conv"
 _ROPE = {"rope_type": "default", "rope_theta": 1000.0}
@@ -109,6 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3+halves": {"rope_interleave": False},
     "deepseek_v3+padded": _NO_KERNEL,
     "deepseek_v3+yarn": {"rope_parameters": _YARN},
+    "doge+whole": {"sliding_window": None, "keep_window_size": MAX_LEN // 2},
     "falcon+alibi": {"alibi": True, "multi_query": False, "num_kv_heads": 4, "parallel_attn": False},
     "falcon+alibi-parallel": {"alibi": True, "bias": False},
     "falcon+grouped": {"new_decoder_architecture": True},

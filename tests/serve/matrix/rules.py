@@ -58,7 +58,7 @@ RULES: Sequence[Rule] = (
     (r"(\w+_)?vocab_size(_\w+)?", _unless_none(VOCAB)),
     # sizes
     (r"index_head_dim", _constant(64)),
-    (r"index_topk", _constant(WINDOW)),
+    (r"index_topk", _constant(MAX_LEN // 2)),  # as long as the contexts of the matrix: nothing is left out
     (r"kv_lora_rank", _constant(512)),
     (r"q_lora_rank", _constant(64)),
     (r"qk_(nope|rope)_head_dim", _constant(64)),
