@@ -29,6 +29,7 @@ from rich.table import Table
 from bench.cpu import CONTESTANTS, ROOT, launch
 
 DECODE, PREFILL = 128, 4096
+COMPILED = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
 
 
 def engine(settings: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def run(model: Path, mode: str, name: str, log: Path, limit: float) -> dict[str,
         **extra,
     }
     if mode == "compiled":
-        settings["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+        settings["compilation_config"] = COMPILED
     command = [sys.executable, "-m", "bench.gpu", "--engine", json.dumps(settings)]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | env
     with log.open("w") as file:
@@ -118,12 +119,14 @@ def run(model: Path, mode: str, name: str, log: Path, limit: float) -> dict[str,
             )
         except subprocess.TimeoutExpired:
             return {"error": f"no result within {limit:.0f} s"}
+    with log.open("a") as file:
+        file.write(done.stdout)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"import_s"')]
     return json.loads(lines[-1]) if lines else {"error": "\n".join(log.read_text().splitlines()[-8:])}
 
 
-def side_by_side(item: str, models: Path, results: Path) -> None:
-    """Decode at batch 1 and 64 in turns, three engines at once."""
+def side_by_side(item: str, contestants: list[str], models: Path, results: Path) -> None:
+    """Decode at batch 1 and 64 in turns, all engines at once."""
     model, mode = item.rsplit(":", 1)
     settings = {
         "model": str(models / model),
@@ -132,9 +135,11 @@ def side_by_side(item: str, models: Path, results: Path) -> None:
         "max_model_len": 2048,
         "max_num_seqs": 64,
         "enforce_eager": mode == "eager",
-        "gpu_memory_utilization": 0.27,
+        "gpu_memory_utilization": round(0.94 / len(contestants), 2),
     }
-    for contestant in launch(list(CONTESTANTS), settings, 5, ((1, 64), (64, 48))):
+    if mode == "compiled":
+        settings["compilation_config"] = COMPILED
+    for contestant in launch(contestants, settings, 8, ((1, DECODE), (64, DECODE))):
         speeds = {f"b{batch}": statistics.median(found) for batch, found in contestant.speeds.items()}
         result = {"model": model, "mode": f"{mode}, in turns", "contestant": contestant.name, **speeds}
         with results.open("a") as file:
@@ -167,7 +172,7 @@ def main() -> int:
     parser.add_argument("--side-by-side", nargs="+", default=[])
     options = parser.parse_args()
     for item in options.side_by_side:
-        side_by_side(item, options.models, options.results)
+        side_by_side(item, options.contestants, options.models, options.results)
     if options.side_by_side:
         return 0
     deadline, results = time.monotonic() + options.limit, []
