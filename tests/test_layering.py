@@ -96,9 +96,11 @@ def test_nothing_comes_from_the_backend_that_vllm_brings(path):
         ("serving.py", set()),
         ("activations.py", set()),
         ("expertspec.py", {"activations"}),
+        ("loopedspec.py", {"expertspec"}),
+        ("groupedspec.py", set()),
         ("moespec.py", {"expertspec"}),
         ("mlaspec.py", {"serving"}),
-        ("layerspecs.py", {"activations", "expertspec", "mlaspec", "moespec"}),
+        ("layerspecs.py", {"activations", "expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec"}),
         ("source/edits.py", {"errors"}),
         ("source/forward.py", set()),
         ("graph/query.py", set()),
@@ -112,7 +114,7 @@ def test_the_lowest_stones_lean_on_nothing(folder, allowed):
 @pytest.mark.parametrize("path", [p for p in files() if p.startswith("fusers/") and p != "fusers/__init__.py"])
 def test_fusers_do_not_know_the_planner(path):
     used = {name.split(".")[1] for name in imports(path) if name.startswith("tfbackend.")}
-    specs = {"layerspecs", "expertspec", "mlaspec", "moespec"}
+    specs = {"layerspecs", "expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec"}
     assert used <= {"fusers", "graph", "source", "activations", "serving", "errors", *specs}
 
 

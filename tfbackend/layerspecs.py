@@ -15,6 +15,8 @@ from torch import nn
 
 from tfbackend.activations import ACTIVATIONS
 from tfbackend.expertspec import ExpertsSpec
+from tfbackend.groupedspec import GroupedLinearSpec
+from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 
@@ -255,6 +257,8 @@ class AttentionSpec:
         head_dim, v_head_dim: width of a query/key head and of a value head.
         scale: multiplies q.k before the softmax.
         window: how many latest tokens, itself included, a token sees; None for all.
+        chunk: a token sees those of its own chunk of so many only, the first beginning at the first token; None for no
+            chunks.
         soft_cap: cap * tanh(score / cap) on the scaled scores; None for no cap.
         sinks: attribute of the site that holds one sink logit per head, or None.
         alibi_slopes: per head over all ranks, what is taken off a score for each token that the key is farther; or
@@ -269,6 +273,7 @@ class AttentionSpec:
     v_head_dim: int
     scale: float
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     sinks: str | None = None
     alibi_slopes: tuple[float, ...] | None = None
@@ -298,6 +303,7 @@ class AttentionSpec:
         widths += f", padded to {self.cached_dim}" if self.key_bias or self.v_head_dim != self.head_dim else ""
         parts = [f"attention {self.num_heads}/{self.num_kv_heads} heads of {widths}, scale {self.scale:.4g}"]
         parts += [f"window {self.window}"] if self.window else []
+        parts += [f"chunks of {self.chunk}"] if self.chunk else []
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
         parts += [f"sinks {self.sinks}"] if self.sinks else []
         parts += [f"contexts of up to {self.max_context} tokens"] if self.max_context else []
@@ -331,6 +337,9 @@ class _ReferenceAttention(nn.Module):
         if spec.alibi_slopes is not None:
             scores = scores - torch.tensor(spec.alibi_slopes)[:, None, None] * distance
         hidden = (distance < 0) | (distance >= (spec.window or math.inf))
+        if spec.chunk is not None:
+            numbers = torch.arange(tokens) // spec.chunk
+            hidden |= numbers[:, None] != numbers[None, :]
         scores = scores.masked_fill(hidden, -math.inf)
         if sinks is not None:
             sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -410,5 +419,8 @@ LayerSpec = (
     | AttentionSpec
     | MLASpec
     | ExpertsSpec
+    | LoopedExpertsSpec
+    | DenseExpertsSpec
+    | GroupedLinearSpec
     | MoESpec
 )

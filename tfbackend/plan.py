@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,12 +19,15 @@ from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
 from tfbackend.fusers.products import linear_shape
+from tfbackend.graph.interface import GROUPED
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import numbers_by_tokens
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.graph.selection import Selection, find_selection
+from tfbackend.graph.trial import plain_float32
+from tfbackend.grouping import Grouped, counts_kept
 from tfbackend.head import HeadPlan, plan_head
-from tfbackend.inline import Inlined, behind_interface
+from tfbackend.inline import Inlined, behind_interface, scratch
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -37,8 +41,17 @@ from tfbackend.layerspecs import (
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
-from tfbackend.proof import Prover, plain_float32
-from tfbackend.refusals import context_refusal, inline_refusal, mixing_refusal, padding_refusal, positions_refusal
+from tfbackend.positions import Numbered, positions_given
+from tfbackend.proof import Prover
+from tfbackend.refusals import (
+    context_refusal,
+    inline_refusal,
+    looped_refusal,
+    mixing_refusal,
+    padding_refusal,
+    positions_refusal,
+    unobserved_refusal,
+)
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
 from tfbackend.source.edits import apply_edits
@@ -70,6 +83,7 @@ class Plan:
         forwards: the text of every forward that changes, by site.
         methods: likewise of another method, where attention that a model wrote out was cut from one.
         masked: whether the model cannot go without the masks that Transformers makes.
+        numbered: sites that counted their tokens and ask for positions instead.
     """
 
     architecture: str
@@ -86,6 +100,7 @@ class Plan:
     forwards: Mapping[str, str] = field(default_factory=dict)
     methods: Mapping[str, str] = field(default_factory=dict)
     masked: bool = False
+    numbered: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -129,7 +144,8 @@ class Plan:
         done = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
         missed = f"{len(self.misses)} missed" if self.misses else "none missed"
         unproven = f", {len(self.unproven)} unproven" if self.unproven else ""
-        return f"{done}; {missed}{unproven}"
+        numbered = f", {len(self.numbered)} given positions instead of a count of tokens" if self.numbered else ""
+        return f"{done}{numbered}; {missed}{unproven}"
 
 
 def make_plan(meta: MetaModel, serving: ServingSpec, prover: Prover | None = None) -> Plan:
@@ -160,23 +176,26 @@ def draft_plan(
 def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
     base = meta.base
     observation = observe(base)
-    if observation.problem:
-        raise UnsupportedModelError(
-            "What the model computes depends on values that it reads on the way, which an engine cannot plan ahead."
-            if observation.reads_values
-            else "The model does not run on meta tensors, so nothing about it can be known.",
-            where=type(base).__name__,
-            found=observation.problem,
-            remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",
-        )
-    directory = prover.directory.parent / "forwards" if prover.directory else None
-    with behind_interface(base, observation, serving, directory) as inlined:
+    directory = (prover.directory.parent / "forwards" if prover.directory else None) or scratch()
+    grouped, numbered = Grouped(), Numbered()
+    with ExitStack() as edited:
+        if observation.reads_values:
+            grouped = edited.enter_context(counts_kept(base, observation, directory))
+            observation = observe(base) if grouped.forwards else observation
+        if observation.problem:
+            raise unobserved_refusal(type(base).__name__, observation.problem, reads_values=observation.reads_values)
+        if observation.counting:
+            numbered = edited.enter_context(positions_given(base, observation, directory))
+            observation = observe(base)
+        inlined = edited.enter_context(behind_interface(base, observation, serving, directory))
         if inlined.methods:
             observation = observe(base)
-            assert not observation.problem, observation.problem
+        assert not observation.problem, observation.problem
         observation = _explained(observation, inlined)
         observation = replace(observation, selection=find_selection(base, observation))
-        return _decide(meta, serving, prover, observation, inlined)
+        plan, refusals = _decide(meta, serving, prover, observation, inlined)
+        forwards = {**grouped.forwards, **numbered.forwards, **plan.forwards}
+        return replace(plan, forwards=forwards, numbered=tuple(numbered.forwards)), refusals
 
 
 def _decide(
@@ -202,6 +221,7 @@ def _decide(
     refusals += _attention_refusals(plan, observation, serving, inlined)
     refusals += _context_refusals(plan, serving)
     refusals += _experts_refusals(plan, serving)
+    refusals += _looped_refusals(base, plan, observation)
     refusals += map(mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
         refusals.append(positions_refusal(observation.counting[0]))
@@ -317,13 +337,25 @@ def _context_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedM
 def _experts_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:
     """Transformers' own experts look at which are asked for, and so run neither compiled nor on several ranks."""
     for miss in plan.misses:
-        if miss.fuser == "experts" and (serving.compiled or serving.tp_size > 1 or serving.quantization):
+        stuck = serving.compiled or serving.tp_size > 1 or serving.quantization
+        if (miss.fuser == "experts" and stuck) or (miss.fuser == "dense_experts" and serving.quantization):
             yield UnsupportedModelError(
                 "The experts of a layer cannot be served.",
                 where=miss.qualname,
                 found=str(miss),
                 remedy="Serve it unquantized with --enforce-eager and --tensor-parallel-size 1",
             )
+
+
+def _looped_refusals(base: nn.Module, plan: Plan, observation: Observation) -> Iterator[UnsupportedModelError]:
+    """What was answered for in the observed run has to be replaced: as it is, it cannot be captured or compiled."""
+    fusers = ("looped_experts", "grouped_linear")
+    replaced = {rewrite.qualname for rewrite in plan.rewrites if rewrite.fuser in fusers}
+    for path in observation.calls:
+        cls = type(base.get_submodule(path))
+        if path not in replaced and (cls in observation.looped or hasattr(cls, GROUPED)):
+            reasons = [str(m) for m in plan.misses if m.qualname == path and m.fuser in fusers]
+            yield looped_refusal(path, "; ".join(reasons) or "values of tensors that are read on the way")
 
 
 def _layer_list(base: nn.Module) -> str:
