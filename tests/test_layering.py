@@ -33,6 +33,8 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 
+SPECS = {"expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec", "tablespec"}
+
 PLANS = (
     BLOCKED
     + """
@@ -96,9 +98,12 @@ def test_nothing_comes_from_the_backend_that_vllm_brings(path):
         ("serving.py", set()),
         ("activations.py", set()),
         ("expertspec.py", {"activations"}),
+        ("loopedspec.py", {"expertspec"}),
+        ("groupedspec.py", set()),
         ("moespec.py", {"expertspec"}),
         ("mlaspec.py", {"serving"}),
-        ("layerspecs.py", {"activations", "expertspec", "mlaspec", "moespec"}),
+        ("layerspecs.py", {"activations", *SPECS}),
+        ("tablespec.py", set()),
         ("source/edits.py", {"errors"}),
         ("source/forward.py", set()),
         ("graph/query.py", set()),
@@ -112,8 +117,7 @@ def test_the_lowest_stones_lean_on_nothing(folder, allowed):
 @pytest.mark.parametrize("path", [p for p in files() if p.startswith("fusers/") and p != "fusers/__init__.py"])
 def test_fusers_do_not_know_the_planner(path):
     used = {name.split(".")[1] for name in imports(path) if name.startswith("tfbackend.")}
-    specs = {"layerspecs", "expertspec", "mlaspec", "moespec"}
-    assert used <= {"fusers", "graph", "source", "activations", "serving", "errors", *specs}
+    assert used <= {"fusers", "graph", "source", "activations", "serving", "errors", "layerspecs", *SPECS}
 
 
 def test_files_and_functions_stay_short():

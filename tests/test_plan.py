@@ -129,11 +129,11 @@ def test_attention_that_cannot_be_shared_out_is_refused_with_its_reason():
 
 def test_attention_that_would_lose_something_stops_the_plan():
     from tfbackend.inline import Inlined
-    from tfbackend.plan import _attention_refusals
+    from tfbackend.plan_refusals import attention_refusals
 
     decision = decide(lambda: WithKeywords(position_bias=1))
     plan = plan_with(*decision.rewrites, misses=tuple(decision.misses))
-    (refusal,) = _attention_refusals(plan, decision.observation, ServingSpec(), Inlined())
+    (refusal,) = attention_refusals(plan, decision.observation, ServingSpec(), Inlined())
     assert "the keyword position_bias would be dropped" in str(refusal)
     assert "site" in str(refusal)
 

@@ -13,8 +13,9 @@ from tests.fusers.test_qkv import Attention
 from tests.sites import WIDTH, decide
 from tfbackend.errors import PlanConflictError
 from tfbackend.graph.kinds import own_state
+from tfbackend.graph.trial import materialise
 from tfbackend.layerspecs import MergedLinearSpec
-from tfbackend.proof import materialise, prove
+from tfbackend.proof import prove
 
 FILE = """
 from torch import nn

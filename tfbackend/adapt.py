@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from vllm.config import CacheConfig, CompilationMode, VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tfbackend import meta
+from tfbackend.errors import UnsupportedModelError
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.mla import mla_sizes
 from tfbackend.mlaspec import MLASpec
@@ -99,6 +101,28 @@ def settle_cache(config: VllmConfig, plan: Plan) -> None:
         model.model_arch_config.head_size = latent.sizes.cached
     elif model.use_mla and config.device_config.device_type == "cpu" and cache.block_size % 32:
         cache.block_size = 128
+
+
+def settle_chunks(config: VllmConfig, plan: Plan) -> None:
+    """Give the KV cache blocks of which each chunk that attention keeps to has whole ones; call it before layers are
+    built.
+
+    Raises:
+        UnsupportedModelError: no blocks that the kernels take divide the chunks.
+    """
+    chunks = {path: spec.chunk for path, spec in plan.attention if spec.chunk is not None}
+    cache, least = config.cache_config, 32 if config.device_config.device_type == "cpu" else 16
+    fitting = math.gcd(cache.block_size, *chunks.values())
+    if fitting == cache.block_size:
+        return
+    if fitting % least:
+        raise UnsupportedModelError(
+            "Attention within chunks needs chunks of whole blocks of the KV cache.",
+            where=next(iter(chunks)),
+            found=f"chunks of {', '.join(map(str, sorted(set(chunks.values()))))} tokens",
+            needed=f"multiples of {least}",
+        )
+    cache.block_size = fitting
 
 
 def _without_window(cache: CacheConfig) -> CacheConfig:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tfbackend.fusers.base import Rewrite
+from tfbackend.graph.interface import POSITIONS
 from tfbackend.layers.build import build_layer, local_sizes
 from tfbackend.layers.context import BuildContext
 from tfbackend.layerspecs import FixedRopeSpec, GrownTableSpec, LayerSpec
@@ -33,10 +34,12 @@ def apply_plan(
     """
     for path, rewrites in plan.by_site.items():
         _apply_site(base, path, rewrites, f"{prefix}.{path}", context)
+    for path in dict.fromkeys([*plan.forwards, *plan.methods]):
         texts = [text[path] for text in (plan.forwards, plan.methods) if path in text]
-        if texts:
-            site = base.get_submodule(path)
-            site.__class__ = generate_class(type(site), texts, directory)
+        site = base.get_submodule(path)
+        site.__class__ = generate_class(type(site), texts, directory)
+    for path in plan.numbered:
+        setattr(base.get_submodule(path), POSITIONS, None)
     _bare_forwards(base, directory)
     materialise(base, context)
     return base

@@ -59,6 +59,9 @@ class ExpertsSpec:
     def without_kernel(self) -> ExpertsSpec:
         return replace(self, kernel=False)
 
+    def with_top_k(self, top_k: int) -> ExpertsSpec:
+        return replace(self, top_k=top_k)
+
     @staticmethod
     def act(
         activation: str,

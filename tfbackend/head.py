@@ -20,8 +20,8 @@ from tfbackend.graph.interface import RUN_ERRORS
 from tfbackend.graph.observe import TOKENS, Observation
 from tfbackend.graph.query import name_of, through_casts, value_of
 from tfbackend.graph.tracing import Trace, trace
+from tfbackend.graph.trial import materialise, plain_float32
 from tfbackend.meta import MetaModel
-from tfbackend.proof import materialise, plain_float32
 
 
 @dataclass(frozen=True)

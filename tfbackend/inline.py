@@ -45,8 +45,8 @@ from tfbackend.graph.observe import Observation
 from tfbackend.graph.own_masks import combined, given_window, long_rises, own_windows, window_of
 from tfbackend.graph.rehearsal import Rehearsal
 from tfbackend.graph.tracing import Frame, trace
+from tfbackend.graph.trial import copied
 from tfbackend.layerspecs import AttentionSpec
-from tfbackend.proof import copied
 from tfbackend.serving import ServingSpec
 from tfbackend.source.cut import cut
 from tfbackend.source.forward import ForwardSource, SourceError, function_source, generate_class
@@ -88,7 +88,7 @@ def behind_interface(
         seen: a run of `base` as it is.
         directory: where the cut classes are written.
     """
-    directory = directory or _scratch()
+    directory = directory or scratch()
     any_found = seen.inline or with_own_masks(seen)
     done = _Adoption(base, seen, serving, directory).run() if any_found else Inlined()
     classes = {path: type(base.get_submodule(path)) for path in done.methods}
@@ -109,7 +109,8 @@ def _become(module: nn.Module, text: str, numbers: InlineNumbers, directory: Pat
 
 
 @lru_cache(maxsize=1)
-def _scratch() -> Path:
+def scratch() -> Path:
+    """A folder for generated classes where none is given."""
     return Path(tempfile.mkdtemp(prefix="tfbackend-"))
 
 
@@ -230,6 +231,8 @@ class _Adoption:
         if isinstance(own, str):
             raise InlineError(own)
         given = given_window(self.rehearsal, path)
+        if given is not None and given.chunk is not None:
+            raise InlineError("its mask hides what is not of a token's chunk")
         window = combined(own, given.window if given else None)
         _check_visible(masked, window)
         self.done.methods[path] = _cut_text(type(self.base.get_submodule(path)), masked)

@@ -15,8 +15,12 @@ from torch import nn
 
 from tfbackend.activations import ACTIVATIONS
 from tfbackend.expertspec import ExpertsSpec
+from tfbackend.groupedspec import GroupedLinearSpec
+from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+from tfbackend.tablespec import FixedRopeSpec as FixedRopeSpec
+from tfbackend.tablespec import GrownTableSpec as GrownTableSpec
 
 COLWISE, ROWWISE, REPLICATED = "colwise", "rowwise", "replicated"
 COLWISE_GATHER, ROWWISE_SPLIT = "colwise_gather_output", "rowwise_split_input"
@@ -255,6 +259,8 @@ class AttentionSpec:
         head_dim, v_head_dim: width of a query/key head and of a value head.
         scale: multiplies q.k before the softmax.
         window: how many latest tokens, itself included, a token sees; None for all.
+        chunk: a token sees those of its own chunk of so many only, the first beginning at the first token; None for no
+            chunks.
         soft_cap: cap * tanh(score / cap) on the scaled scores; None for no cap.
         sinks: attribute of the site that holds one sink logit per head, or None.
         alibi_slopes: per head over all ranks, what is taken off a score for each token that the key is farther; or
@@ -269,6 +275,7 @@ class AttentionSpec:
     v_head_dim: int
     scale: float
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     sinks: str | None = None
     alibi_slopes: tuple[float, ...] | None = None
@@ -298,6 +305,7 @@ class AttentionSpec:
         widths += f", padded to {self.cached_dim}" if self.key_bias or self.v_head_dim != self.head_dim else ""
         parts = [f"attention {self.num_heads}/{self.num_kv_heads} heads of {widths}, scale {self.scale:.4g}"]
         parts += [f"window {self.window}"] if self.window else []
+        parts += [f"chunks of {self.chunk}"] if self.chunk else []
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
         parts += [f"sinks {self.sinks}"] if self.sinks else []
         parts += [f"contexts of up to {self.max_context} tokens"] if self.max_context else []
@@ -331,6 +339,9 @@ class _ReferenceAttention(nn.Module):
         if spec.alibi_slopes is not None:
             scores = scores - torch.tensor(spec.alibi_slopes)[:, None, None] * distance
         hidden = (distance < 0) | (distance >= (spec.window or math.inf))
+        if spec.chunk is not None:
+            numbers = torch.arange(tokens) // spec.chunk
+            hidden |= numbers[:, None] != numbers[None, :]
         scores = scores.masked_fill(hidden, -math.inf)
         if sinks is not None:
             sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -338,42 +349,6 @@ class _ReferenceAttention(nn.Module):
         else:
             weights = scores.softmax(-1)
         return (weights @ v.float()).to(q.dtype).transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class FixedRopeSpec:
-    """A rotary embedding that rescales with the length of each call, fixed at what it is for `max_len` tokens.
-
-    `exact` is False where contexts within `max_len` exist for which the original would have rescaled otherwise.
-    """
-
-    max_len: int
-    exact: bool
-
-    def __str__(self) -> str:
-        note = "" if self.exact else "; Transformers rescales with each request's length, results differ from it"
-        return f"rotary frequencies fixed for {self.max_len} tokens{note}"
-
-
-@dataclass(frozen=True)
-class GrownTableSpec:
-    """A module that makes its table anew for calls of more tokens than it has rows, called with `tokens` beforehand.
-
-    `args` are the arguments of that call, a shape for each tensor of positions.
-    """
-
-    tokens: int
-    args: tuple[object, ...]
-
-    def grow(self, module: nn.Module) -> torch.Tensor:
-        """Make the call, on the CPU, at the first positions."""
-        with torch.no_grad(), torch.device("cpu"):
-            given = [torch.arange(math.prod(x)).view(x) % 7 if isinstance(x, tuple) else x for x in self.args]
-            made: torch.Tensor = module(*given)
-            return made
-
-    def __str__(self) -> str:
-        return f"table made for {self.tokens} tokens at once"
 
 
 @dataclass(frozen=True)
@@ -410,5 +385,8 @@ LayerSpec = (
     | AttentionSpec
     | MLASpec
     | ExpertsSpec
+    | LoopedExpertsSpec
+    | DenseExpertsSpec
+    | GroupedLinearSpec
     | MoESpec
 )

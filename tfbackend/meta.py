@@ -232,7 +232,7 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:
-    base = model.base_model
+    base = _base_of(model)
     base_path = "" if base is model else next(name for name, module in model.named_modules() if module is base)
     embedding = model.get_input_embeddings()
     paths = [name for name, module in model.named_modules() if module is embedding]
@@ -249,6 +249,19 @@ def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:
     head_path = next((name for name, module in model.named_modules() if module is head), None) if head else None
     tied = bool(head_path) and _is_tied(model, head_path or "")
     return base_path, paths[0], head_path, tied
+
+
+def _base_of(model: PreTrainedModel) -> Any:
+    """The base model; where a class names another prefix than the attribute it is at, the one child that embeds."""
+    base: Any = model.base_model
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if base is not model or head is None:
+        return base
+    within = [child for child in model.children() if any(m is embedding for m in child.modules())]
+    good = (
+        len(within) == 1 and isinstance(within[0], PreTrainedModel) and all(m is not head for m in within[0].modules())
+    )
+    return within[0] if good else base
 
 
 def _widest_linear_outside(model: PreTrainedModel, base: nn.Module) -> nn.Module | None:

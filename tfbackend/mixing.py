@@ -22,8 +22,9 @@ from tfbackend.graph.interface import RUN_ERRORS, answering, rescales
 from tfbackend.graph.kinds import kind_key
 from tfbackend.graph.observe import TOKENS, Observation
 from tfbackend.graph.selection import Selection
+from tfbackend.graph.trial import copied, in_float64, materialise, plain_float32, random_inputs
 from tfbackend.layerspecs import AllKeys
-from tfbackend.proof import Prover, copied, materialise, plain_float32, random_inputs
+from tfbackend.proof import Prover
 from tfbackend.proof_key import module_key
 
 _CHANGED = 2
@@ -132,9 +133,10 @@ def _moved(a: torch.Tensor, b: torch.Tensor) -> int | None:
     axis = _axis(a)
     if axis is None or a.shape != b.shape:
         return None
-    size = a.double().abs().max().item() or 1.0
+    a, b = in_float64(a), in_float64(b)
+    size = a.abs().max().item() or 1.0
     for token in range(TOKENS):
-        apart = (a.double() - b.double()).select(axis, token).abs().max().item() / size
+        apart = (a - b).select(axis, token).abs().max().item() / size
         if token != _CHANGED and not apart <= _TOLERANCE:
             return token
     return None

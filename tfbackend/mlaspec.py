@@ -51,6 +51,7 @@ class MLASpec:
     max_context: int | None = None
 
     window: ClassVar[None] = None
+    chunk: ClassVar[None] = None
     soft_cap: ClassVar[None] = None
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,8 +23,10 @@ from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import numbers_by_tokens
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.graph.selection import Selection, find_selection
+from tfbackend.graph.trial import plain_float32
+from tfbackend.grouping import Grouped, counts_kept
 from tfbackend.head import HeadPlan, plan_head
-from tfbackend.inline import Inlined, behind_interface
+from tfbackend.inline import Inlined, behind_interface, scratch
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -32,15 +35,21 @@ from tfbackend.layerspecs import (
     ROWWISE_PARTIAL,
     ROWWISE_SPLIT,
     AttentionSpec,
-    QKVSpec,
 )
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
-from tfbackend.proof import Prover, plain_float32
-from tfbackend.refusals import context_refusal, inline_refusal, mixing_refusal, padding_refusal, positions_refusal
+from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, looped_refusals
+from tfbackend.positions import Numbered, positions_given
+from tfbackend.proof import Prover
+from tfbackend.refusals import (
+    inline_refusal,
+    mixing_refusal,
+    padding_refusal,
+    positions_refusal,
+    unobserved_refusal,
+)
 from tfbackend.serving import ServingSpec
-from tfbackend.sharing import uneven
 from tfbackend.source.edits import apply_edits
 
 _STYLES = {
@@ -70,6 +79,7 @@ class Plan:
         forwards: the text of every forward that changes, by site.
         methods: likewise of another method, where attention that a model wrote out was cut from one.
         masked: whether the model cannot go without the masks that Transformers makes.
+        numbered: sites that counted their tokens and ask for positions instead.
     """
 
     architecture: str
@@ -86,6 +96,7 @@ class Plan:
     forwards: Mapping[str, str] = field(default_factory=dict)
     methods: Mapping[str, str] = field(default_factory=dict)
     masked: bool = False
+    numbered: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -129,7 +140,8 @@ class Plan:
         done = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
         missed = f"{len(self.misses)} missed" if self.misses else "none missed"
         unproven = f", {len(self.unproven)} unproven" if self.unproven else ""
-        return f"{done}; {missed}{unproven}"
+        numbered = f", {len(self.numbered)} given positions instead of a count of tokens" if self.numbered else ""
+        return f"{done}{numbered}; {missed}{unproven}"
 
 
 def make_plan(meta: MetaModel, serving: ServingSpec, prover: Prover | None = None) -> Plan:
@@ -160,23 +172,26 @@ def draft_plan(
 def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
     base = meta.base
     observation = observe(base)
-    if observation.problem:
-        raise UnsupportedModelError(
-            "What the model computes depends on values that it reads on the way, which an engine cannot plan ahead."
-            if observation.reads_values
-            else "The model does not run on meta tensors, so nothing about it can be known.",
-            where=type(base).__name__,
-            found=observation.problem,
-            remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",
-        )
-    directory = prover.directory.parent / "forwards" if prover.directory else None
-    with behind_interface(base, observation, serving, directory) as inlined:
+    directory = (prover.directory.parent / "forwards" if prover.directory else None) or scratch()
+    grouped, numbered = Grouped(), Numbered()
+    with ExitStack() as edited:
+        if observation.reads_values:
+            grouped = edited.enter_context(counts_kept(base, observation, directory))
+            observation = observe(base) if grouped.forwards else observation
+        if observation.problem:
+            raise unobserved_refusal(type(base).__name__, observation.problem, reads_values=observation.reads_values)
+        if observation.counting:
+            numbered = edited.enter_context(positions_given(base, observation, directory))
+            observation = observe(base)
+        inlined = edited.enter_context(behind_interface(base, observation, serving, directory))
         if inlined.methods:
             observation = observe(base)
-            assert not observation.problem, observation.problem
+        assert not observation.problem, observation.problem
         observation = _explained(observation, inlined)
         observation = replace(observation, selection=find_selection(base, observation))
-        return _decide(meta, serving, prover, observation, inlined)
+        plan, refusals = _decide(meta, serving, prover, observation, inlined)
+        forwards = {**grouped.forwards, **numbered.forwards, **plan.forwards}
+        return replace(plan, forwards=forwards, numbered=tuple(numbered.forwards)), refusals
 
 
 def _decide(
@@ -199,9 +214,10 @@ def _decide(
         proofs=prover.counts,
     )
     refusals += map(inline_refusal, inlined.problems.items())
-    refusals += _attention_refusals(plan, observation, serving, inlined)
-    refusals += _context_refusals(plan, serving)
-    refusals += _experts_refusals(plan, serving)
+    refusals += attention_refusals(plan, observation, serving, inlined)
+    refusals += context_refusals(plan, serving)
+    refusals += experts_refusals(plan, serving)
+    refusals += looped_refusals(base, plan, observation)
     refusals += map(mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
     if observation.counting:
         refusals.append(positions_refusal(observation.counting[0]))
@@ -270,60 +286,6 @@ def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
         if edits and not isinstance(source, str):
             texts[path] = apply_edits(source.text, edits)
     return texts
-
-
-def _attention_refusals(
-    plan: Plan, observation: Observation, serving: ServingSpec, inlined: Inlined
-) -> Iterator[UnsupportedModelError]:
-    served = {path for path, _ in plan.attention}
-    for path in observation.attention:
-        if path not in served:
-            reasons = [str(m) for m in plan.misses if m.qualname == path and m.fuser == "attention"]
-            yield UnsupportedModelError(
-                "The attention of a layer cannot be served faithfully.",
-                where=path,
-                found="; ".join(reasons) or "no reason was given",
-            )
-    if not observation.attention and not inlined.problems:
-        yield UnsupportedModelError(
-            "No layer of the model calls Transformers' attention interface.",
-            where=plan.architecture,
-            needed="attention through ALL_ATTENTION_FUNCTIONS",
-            remedy="Use a version of the model that does",
-        )
-    if serving.tp_size > 1:
-        for path, _ in plan.attention:
-            if path in inlined.methods or not any(
-                isinstance(s, (QKVSpec, MLASpec)) for r in plan.by_site[path] for _, s in r.children
-            ):
-                reasons = [str(m) for m in plan.misses if m.qualname == path]
-                reasons = ["code that counts the heads of all ranks"] if path in inlined.methods else reasons
-                yield UnsupportedModelError(
-                    "The heads of a layer cannot be shared out to tensor-parallel ranks.",
-                    where=path,
-                    found="; ".join(reasons) or "no projection of query, key and value was recognised",
-                    remedy="Serve it with --tensor-parallel-size 1",
-                )
-        yield from uneven(plan.rewrites, serving.tp_size, ep=serving.ep)
-
-
-def _context_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:
-    bound = plan.max_context
-    if bound is not None and bound < serving.max_model_len:
-        path = next(path for path, spec in plan.attention if spec.max_context == bound)
-        yield context_refusal(path, bound, serving.max_model_len)
-
-
-def _experts_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:
-    """Transformers' own experts look at which are asked for, and so run neither compiled nor on several ranks."""
-    for miss in plan.misses:
-        if miss.fuser == "experts" and (serving.compiled or serving.tp_size > 1 or serving.quantization):
-            yield UnsupportedModelError(
-                "The experts of a layer cannot be served.",
-                where=miss.qualname,
-                found=str(miss),
-                remedy="Serve it unquantized with --enforce-eager and --tensor-parallel-size 1",
-            )
 
 
 def _layer_list(base: nn.Module) -> str:

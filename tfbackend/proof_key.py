@@ -115,7 +115,9 @@ def _own_files() -> list[Path]:
             "activations.py",
             "expertspec.py",
             "mlaspec.py",
+            "tablespec.py",
             "mixing.py",
+            "graph/trial.py",
         )
     ]
 

@@ -53,3 +53,23 @@ def context_refusal(path: str, bound: int, wanted: int) -> UnsupportedModelError
         found=f"contexts of up to {wanted} tokens",
         remedy=f"Serve it with --max-model-len {bound}",
     )
+
+
+def looped_refusal(path: str, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The model goes through the experts of a layer in a way that cannot be put into a layer.",
+        where=path,
+        found=found,
+        remedy=NATIVE,
+    )
+
+
+def unobserved_refusal(name: str, problem: str, *, reads_values: bool) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "What the model computes depends on values that it reads on the way, which an engine cannot plan ahead."
+        if reads_values
+        else "The model does not run on meta tensors, so nothing about it can be known.",
+        where=name,
+        found=problem,
+        remedy="Serve it with TFBACKEND_DISABLE=1, or report the architecture",
+    )

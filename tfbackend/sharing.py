@@ -18,6 +18,7 @@ from tfbackend.layerspecs import (
     LinearSpec,
     MergedLinearSpec,
 )
+from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 
@@ -43,7 +44,9 @@ def uneven(rewrites: Iterable[Rewrite], tp_size: int, *, ep: bool = False) -> It
 
 def _shared(spec: LayerSpec | None) -> Iterator[tuple[str, int]]:
     """(what, how many) of everything that the ranks share out."""
-    if isinstance(spec, AttentionSpec):
+    if isinstance(spec, (LoopedExpertsSpec, DenseExpertsSpec)):
+        yield from _shared(spec.experts)
+    elif isinstance(spec, AttentionSpec):
         yield from (("query heads", spec.num_heads), (_KV_HEADS, spec.num_kv_heads))
     elif isinstance(spec, MLASpec):
         yield "query heads", spec.num_heads

@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 from tests.sites import DIM, HEADS, KV_HEADS, WIDTH, attend, decide, heads, lines
 from tfbackend.fusers.base import WeightEntry
 from tfbackend.fusers.products import LinearShape, linear_shape
+from tfbackend.graph.trial import materialise
 from tfbackend.layerspecs import LinearSpec, MergedLinearSpec, QKVSpec
-from tfbackend.proof import materialise
 
 Q, KV = HEADS * DIM, KV_HEADS * DIM
 

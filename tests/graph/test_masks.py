@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma2Config, LlamaConfig
+from transformers import Gemma2Config, Llama4TextConfig, LlamaConfig
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -32,6 +32,15 @@ def test_a_hole_anywhere_near_is_found(window, at):
     """One distance that is hidden within the window, or seen beyond it."""
     with pytest.raises(UnsupportedModelError):
         mask_window(lambda b, h, q, kv: (kv <= q) & ((q - kv < window + 300) ^ (q - kv == min(at, window + 298))))
+
+
+@given(st.integers(2, LONGEST // 2))
+@settings(max_examples=40, deadline=None)
+def test_any_chunk_is_recovered(size):
+    found = mask_window(chunked_causal_mask_function(size, torch.tensor([0])))
+    assert found == MaskWindow(chunk=size)
+    q, kv = torch.tensor([size, size, 2 * size - 1]), torch.tensor([size, size - 1, size])
+    assert found.sees(q, kv).tolist() == [True, False, True]
 
 
 def test_transformers_own_functions():
@@ -75,12 +84,28 @@ def _early_tokens_alone(b, h, q, kv):
     return (kv <= q) & ((q > 20) | (q == kv))
 
 
+def _chunks_that_see_one_back(b, h, q, kv):
+    return (kv <= q) & ((q // 32 == kv // 32) | (q - kv == 1))
+
+
+def _chunks_that_grow(b, h, q, kv):
+    size = torch.where(torch.as_tensor(q) < 5000, 32, 64)
+    return (kv <= q) & (q // size == kv // size)
+
+
+def _chunked_window(b, h, q, kv):
+    return (kv <= q) & (q // 64 == kv // 64) & (q - kv < 16)
+
+
 @pytest.mark.parametrize(
     "function",
     [
         bidirectional_mask_function,
-        chunked_causal_mask_function(8, torch.tensor([0])),
-        chunked_causal_mask_function(8192, torch.tensor([0])),
+        chunked_causal_mask_function(8, torch.tensor([3])),
+        chunked_causal_mask_function(8192, torch.tensor([4096])),
+        _chunks_that_see_one_back,
+        _chunks_that_grow,
+        _chunked_window,
         _prefix,
         _sinks,
         _strided,
@@ -124,14 +149,33 @@ def test_each_layer_has_the_window_of_its_own_mask():
     assert windows == [MaskWindow(11), MaskWindow(None), MaskWindow(None), MaskWindow(11)]
 
 
+def test_chunks_of_a_model_are_read():
+    config = Llama4TextConfig(
+        **SMALL,
+        head_dim=16,
+        num_hidden_layers=2,
+        intermediate_size_mlp=96,
+        num_local_experts=2,
+        layer_types=["chunked_attention", "full_attention"],
+        attention_chunk_size=24,
+        attn_temperature_tuning=False,
+    )
+    seen = observe(build(config, torch.float32).base)
+    assert not seen.problem
+    assert [seen.attention[f"layers.{i}.self_attn"][0].mask for i in range(2)] == [MaskWindow(chunk=24), MaskWindow()]
+
+
 def test_the_observed_run_leaves_nothing_behind():
     import transformers.masking_utils as masking_utils
     from torch import nn
 
-    before = masking_utils.find_packed_sequence_indices, nn.Module.__call__
+    def patched():
+        return masking_utils.find_packed_sequence_indices, masking_utils.chunked_overlay, nn.Module.__call__
+
+    before = patched()
     base = build(LlamaConfig(**SMALL, num_hidden_layers=1), torch.float32).base
     buffers = {name: buffer.device.type for name, buffer in base.named_buffers()}
     observe(base)
-    assert (masking_utils.find_packed_sequence_indices, nn.Module.__call__) == before
+    assert patched() == before
     assert {name: buffer.device.type for name, buffer in base.named_buffers()} == buffers
     assert set(buffers.values()) == {"cpu"}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from tfbackend.fusers.attention import AttentionFuser
 from tfbackend.fusers.base import Fuser
+from tfbackend.fusers.dense_experts import DenseExpertsFuser
 from tfbackend.fusers.embedding import EmbeddingFuser
 from tfbackend.fusers.experts import ExpertsFuser
 from tfbackend.fusers.fixed_rope import FixedRopeFuser
 from tfbackend.fusers.glu import GLUFuser
+from tfbackend.fusers.grouped_linear import GroupedLinearFuser
 from tfbackend.fusers.grown_table import GrownTableFuser
 from tfbackend.fusers.linear import LinearFuser
 from tfbackend.fusers.linear_pair import LinearPairFuser
+from tfbackend.fusers.looped_experts import LoopedExpertsFuser
 from tfbackend.fusers.merged_column import MergedColumnFuser
 from tfbackend.fusers.mla import MLAFuser
 from tfbackend.fusers.moe import MoEFuser
@@ -23,6 +26,9 @@ from tfbackend.fusers.selection import SelectionFuser
 FUSERS: tuple[Fuser, ...] = (
     SelectionFuser(),
     MLAFuser(),
+    LoopedExpertsFuser(),
+    GroupedLinearFuser(),
+    DenseExpertsFuser(),
     AttentionFuser(),
     QKVFuser(),
     PackedQKVFuser(),

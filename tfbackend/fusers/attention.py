@@ -42,9 +42,8 @@ class AttentionFuser:
         if problem:
             return Miss(self.name, site.qualname, problem, site.place())
         names = _layer_names(len(calls))
-        children = tuple(
-            (name, spec_of(call, site.observation.selection)) for name, call in zip(names, calls, strict=True)
-        )
+        context = (site.observation.selection, site.serving.max_model_len)
+        children = tuple((name, spec_of(call, *context)) for name, call in zip(names, calls, strict=True))
         specs = list(dict.fromkeys(spec for _, spec in children))
         times = f", a layer for each of {len(calls)} calls" if len(calls) > 1 else ""
         rounded = any(inline.rounded for call in calls if (inline := _inline(call)) is not None)
@@ -63,13 +62,16 @@ class AttentionFuser:
                 return f"already has an attribute called {name}"
         if len(calls) > 1 and any(call.keywords.get("s_aux") is not None for call in calls):
             return f"calls the attention interface {len(calls)} times in one forward, with sinks"
-        return next(filter(None, (call_problem(call, site.observation.selection) for call in calls)), "")
+        context = (site.observation.selection, site.serving.max_model_len)
+        return next(filter(None, (call_problem(call, *context) for call in calls)), "")
 
 
-def call_problem(call: AttentionCall, selection: Selection | str | None = None) -> str:
+def call_problem(call: AttentionCall, selection: Selection | str | None = None, longest: int | None = None) -> str:
     """What of a call of the attention interface no attention layer can do; "" for nothing."""
     if call.mask is None:
         return call.mask_problem
+    if spec_of(call, selection, longest).chunk and (problem := _chunk_problem(call)):
+        return f"hides what is not of a token's chunk of {call.mask.chunk}, with {problem}"
     if call.query[0] != 1 or call.key[2] != call.query[2]:
         return f"query {tuple(call.query)} and key {tuple(call.key)} are not of the same tokens"
     if call.query[2] != TOKENS:
@@ -91,6 +93,17 @@ def _picked_problem(selection: Selection | str | None) -> str:
     return f"the keyword {PICKED} would be dropped: {why}" if why else ""
 
 
+def _chunk_problem(call: AttentionCall) -> str:
+    """What vLLM's attention in chunks has no place for."""
+    if call.keywords.get("s_aux") is not None:
+        return "sinks"
+    if call.keywords.get("softcap"):
+        return "a soft cap"
+    if (inline := _inline(call)) is not None and inline.key_bias:
+        return "a bias for each key"
+    return "value heads of another width" if call.value[3] != call.query[3] else ""
+
+
 def _layer_names(calls: int) -> tuple[str, ...]:
     return ("attn", *(f"attn_{number}" for number in range(2, calls + 1)))
 
@@ -103,9 +116,11 @@ def _inline(call: AttentionCall) -> InlineNumbers | None:
     return numbers
 
 
-def spec_of(call: AttentionCall, selection: Selection | str | None = None) -> AttentionSpec:
-    """The layer that a call asks for, in contexts in which the keys that it picks are all keys."""
+def spec_of(call: AttentionCall, selection: Selection | str | None = None, longest: int | None = None) -> AttentionSpec:
+    """The layer that a call asks for, in contexts in which the keys that it picks are all keys; a chunk that none of
+    `longest` tokens gets to the end of hides nothing."""
     bound = selection.bound if isinstance(selection, Selection) else None
+    chunk = call.mask.chunk if call.mask else None
     sinks, scale, inline = call.keywords.get("s_aux"), call.keywords.get("scaling"), _inline(call)
     return AttentionSpec(
         num_heads=call.query[1],
@@ -114,6 +129,7 @@ def spec_of(call: AttentionCall, selection: Selection | str | None = None) -> At
         v_head_dim=call.value[3],
         scale=float(scale) if scale is not None else call.query[3] ** -0.5,
         window=inline.window if inline else call.mask.window if call.mask else None,
+        chunk=None if chunk is None or (longest is not None and chunk >= longest) else chunk,
         soft_cap=call.keywords.get("softcap"),
         sinks=sinks.name if sinks is not None else None,
         alibi_slopes=inline.alibi_slopes if inline else None,

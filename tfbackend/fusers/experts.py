@@ -94,7 +94,7 @@ def read_experts(site: Site, module: Any, path: str) -> ExpertsSpec | str:
     spec = _rule(module, sizes)
     if isinstance(spec, str):
         return spec
-    return spec if _has_kernel(spec, site.serving) else spec.without_kernel()
+    return spec if has_kernel(spec, site.serving) else spec.without_kernel()
 
 
 def _shape_problem(module: Any, names: dict[str, torch.Size]) -> str:
@@ -155,7 +155,8 @@ def _candidates(module: nn.Module, sizes: ExpertsSpec) -> Iterator[ExpertsSpec]:
             yield spec
 
 
-def _has_kernel(spec: ExpertsSpec, serving: ServingSpec) -> bool:
+def has_kernel(spec: ExpertsSpec, serving: ServingSpec) -> bool:
+    """Whether vLLM has a kernel for such experts on the platform served."""
     activations, divisor = _KERNELS.get(serving.device, _KERNELS["cuda"])
     if spec.activation not in activations or spec.hidden % divisor or not spec.gated:
         return False

@@ -67,11 +67,13 @@ class MLAFuser:
         calls = site.observation.attention[site.qualname]
         selection = site.observation.selection
         several = "it calls the attention interface more than once" if len(calls) != 1 else ""
-        problem = several or call_problem(calls[0], selection)
+        longest = site.serving.max_model_len
+        problem = several or call_problem(calls[0], selection, longest)
         if problem:
             return self._miss(site, problem)
-        whole, roles = spec_of(calls[0], selection), match.roles
-        for what, value in (("window", whole.window), ("soft cap", whole.soft_cap), ("sinks", whole.sinks)):
+        whole, roles = spec_of(calls[0], selection, longest), match.roles
+        limits = (("window", whole.window), ("chunk", whole.chunk))
+        for what, value in (*limits, ("soft cap", whole.soft_cap), ("sinks", whole.sinks)):
             if value is not None:
                 return self._miss(site, f"it has a {what} of {value}" if what != "sinks" else "it has attention sinks")
         if whole.alibi_slopes is not None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tfbackend.graph.routed import reads_values, stand_in
+
 RUN_ERRORS = (
     *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError),
     *(AssertionError, ArithmeticError, ImportError, SyntaxError),
@@ -97,6 +99,27 @@ def _next_layer(module: Any) -> Any:
     return getattr(module, names[call])
 
 
+GROUPED = "tfb_grouped"
+"""Attribute of the class of a module that is a stack of linears, each for a group of rows: its GroupedLinearSpec."""
+
+POSITIONS = "tfb_positions"
+"""Attribute of a module that numbers its tokens in its forward: their positions [tokens], given before each call."""
+
+ASKS_POSITIONS = "tfb_asks_positions"
+"""Attribute of a class that does."""
+
+
+def token_positions(module: nn.Module, counted: torch.Tensor) -> torch.Tensor:
+    """What stands where a model counted its tokens, 0, 1, 2 ...: the positions that `module` was given.
+
+    Where none ever are, in traces and proofs of single modules, tokens are the first of one sequence.
+    """
+    given: torch.Tensor | None = getattr(module, POSITIONS, counted)
+    if given is None:
+        raise RuntimeError("the positions of this call were not given to a module that asks for them")
+    return given
+
+
 @dataclass(frozen=True)
 class InlineNumbers:
     """What attention that a model writes out by itself was found to do; see AttentionSpec for the fields.
@@ -180,8 +203,36 @@ def rescales(module: nn.Module) -> bool:
     return inspect.unwrap(type(module).forward) is not type(module).forward
 
 
-def call_on_meta(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a module on meta tensors; a rotary embedding that would look at position values is spared the look."""
+def call_on_meta(
+    original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, looped: set[type[nn.Module]] | None = None
+) -> Any:
+    """Call a module on meta tensors; a rotary embedding that would look at position values is spared the look.
+
+    Experts that look at which of them have tokens are answered for. Their class is put into `looped`.
+    """
     if rescales(module):
         return inspect.unwrap(type(module).forward)(module, *args, **kwargs)
-    return original(module, *args, **kwargs)
+    try:
+        return original(module, *args, **kwargs)
+    except RUN_ERRORS as error:
+        output = stand_in(args, kwargs) if reads_values(error) else None
+        if output is None:
+            raise
+        if looped is not None:
+            looped.add(type(module))
+        return output
+
+
+@contextmanager
+def passing_experts() -> Iterator[None]:
+    """Answer, in a run on meta tensors, for experts that look at which of them have tokens."""
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call_on_meta(original, module, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]

@@ -17,9 +17,22 @@ from tfbackend.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class MaskWindow:
-    """What a mask lets a token see: itself and the `window - 1` tokens before it, or all before it where None."""
+    """What a mask lets a token see of itself and the tokens before it.
+
+    Attributes:
+        window: itself and the `window - 1` before it; None for no such limit.
+        chunk: only those of its own chunk, of which the first begins at the first token; None for no chunks.
+    """
 
     window: int | None = None
+    chunk: int | None = None
+
+    def sees(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Whether the token at `q` sees the one at `kv`, element by element."""
+        seen = kv <= q
+        if self.window is not None:
+            seen = seen & (q - kv < self.window)
+        return seen if self.chunk is None else seen & (q // self.chunk == kv // self.chunk)
 
 
 _NEAR, _FAR = 160, 1 << 21
@@ -31,16 +44,29 @@ def mask_window(function: Callable[..., Any]) -> MaskWindow:
     prefix would show, and far out on many distances, those next to its edge included.
 
     Raises:
-        UnsupportedModelError: it is neither causal nor a causal window, which is all that vLLM's attention can do.
+        UnsupportedModelError: it is neither causal, nor a causal window, nor causal within chunks, which is all that
+            vLLM's attention can do.
     """
     ask = _asker(function)
     if ask(_FAR, _FAR + 1) or not ask(_FAR, _FAR):
         raise UnsupportedModelError("A mask is not causal.", found="a token sees the one after it, or not itself")
-    window = None if ask(_FAR, 0) else _edge(ask)
-    _check_near(ask, window)
-    for q in (_FAR, _FAR + 1, _FAR + 12345):
-        _check_row(ask, q, window)
-    return MaskWindow(window)
+    if ask(_FAR, 0):
+        return _checked(ask, MaskWindow())
+    edge = _edge(ask)
+    try:
+        return _checked(ask, MaskWindow(edge))
+    except UnsupportedModelError:
+        if edge > 1 and ask(2 * edge - 1, edge) and not ask(edge, edge - 1):
+            return _checked(ask, MaskWindow(chunk=edge))
+        raise
+
+
+def _checked(ask: Asker, wanted: MaskWindow) -> MaskWindow:
+    _check_near(ask, wanted)
+    edge = wanted.window or wanted.chunk or 0
+    for q in (_FAR, _FAR + 1, _FAR + 12345, *(n + more for n in (edge, 3 * edge) for more in (-1, 0, 1) if n)):
+        _check_row(ask, q, wanted)
+    return wanted
 
 
 Asker = Callable[[Any, Any], torch.Tensor]
@@ -63,33 +89,31 @@ def _asker(function: Callable[..., Any]) -> Asker:
 
 
 def _edge(ask: Asker) -> int:
-    """The distance at which a token far out stops seeing, if there is one such distance."""
+    """The first token that does not see the first one, if all after it do not either."""
     low, high = 0, _FAR
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if ask(_FAR, _FAR - middle) else (low, middle)
+        low, high = (middle, high) if ask(middle, 0) else (low, middle)
     return high
 
 
-def _check_near(ask: Asker, window: int | None) -> None:
+def _check_near(ask: Asker, window: MaskWindow) -> None:
     q, kv = torch.arange(_NEAR)[:, None], torch.arange(_NEAR)[None, :]
-    wanted = (kv <= q) & (q - kv < (window or _FAR))
-    seen = ask(q, kv)
+    wanted, seen = window.sees(q, kv), ask(q, kv)
     if not torch.equal(seen, wanted):
         at = (seen != wanted).nonzero()[0].tolist()
         found = f"token {at[0]} {'sees' if seen[at[0], at[1]] else 'does not see'} token {at[1]}"
-        raise UnsupportedModelError("A mask is neither causal nor a sliding window.", found=found)
+        raise UnsupportedModelError("A mask is neither causal nor a sliding window nor in chunks.", found=found)
 
 
-def _check_row(ask: Asker, q: int, window: int | None) -> None:
-    edge = window or 0
+def _check_row(ask: Asker, q: int, window: MaskWindow) -> None:
+    edge = window.window or (q % window.chunk + 1 if window.chunk else 0)
     distances = {*range(-2, 8192), *range(8192, q, 997), *(1 << n for n in range(21)), *range(edge - 99, edge + 99), q}
     kv = torch.tensor(sorted(q - d for d in distances if d <= q))
-    wanted = (kv <= q) & (q - kv < (window or 2 * _FAR))
-    seen = ask(q, kv)
+    wanted, seen = window.sees(torch.tensor(q), kv), ask(q, kv)
     if not torch.equal(seen, wanted):
-        distance = q - int(kv[seen != wanted][-1])
-        verb = "does not see" if 0 <= distance < (window or q) else "sees"
+        wrong = seen != wanted
+        distance, verb = q - int(kv[wrong][-1]), "sees" if seen[wrong][-1] else "does not see"
         raise UnsupportedModelError(
             "A mask has holes, or reaches further for some tokens than for others.",
             found=f"token {q} {verb} the one {distance} before it",
@@ -117,17 +141,19 @@ def _tagged_mask(
 def masks_that_answer() -> Iterator[Masks]:
     """While observing, masks are tags that know their window. Yields what is known of those made so far.
 
-    Position ids are not searched for packed sequences meanwhile: that reads values, and meta tensors have none.
+    Position ids are not searched for packed sequences meanwhile: that reads values, and meta tensors have none. Chunks
+    begin at the first token, there being no padding before it.
     """
-    search = masking_utils.find_packed_sequence_indices
+    search, overlay = masking_utils.find_packed_sequence_indices, masking_utils.chunked_overlay
     made: Masks = {}
     ALL_MASK_ATTENTION_FUNCTIONS.register("tfbackend", _tagged_mask)
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.chunked_overlay = lambda size, padding: overlay(size, torch.zeros(len(padding), dtype=torch.long))
     try:
         yield made
     finally:
         made.update(_windows)
-        masking_utils.find_packed_sequence_indices = search
+        masking_utils.find_packed_sequence_indices, masking_utils.chunked_overlay = search, overlay
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop("tfbackend", None)
         _windows.clear()
 

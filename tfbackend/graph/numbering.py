@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, unattended
+from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, passing_experts, unattended
 from tfbackend.graph.masks import masks_that_answer
 from tfbackend.graph.observe import model_inputs
 
@@ -37,7 +37,8 @@ def numbers_by_tokens(base: nn.Module, vocabulary: str) -> str:
     derived = _Derived(inputs["input_ids"], tables)
     # Where it ends early it wants positions, or has shown its tables by then.
     early = suppress(*RUN_ERRORS)
-    with early, torch.no_grad(), buffers_on_meta(base), masks_that_answer(), answering(unattended), derived:
+    meta = buffers_on_meta(base)
+    with early, torch.no_grad(), meta, masks_that_answer(), answering(unattended), passing_experts(), derived:
         base(**inputs)
     return ", ".join(dict.fromkeys(derived.found))
 

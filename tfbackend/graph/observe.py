@@ -20,10 +20,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tfbackend.graph.counted import CountedTokens
-from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta, unattended
+from tfbackend.graph.interface import (
+    ASKS_POSITIONS,
+    POSITIONS,
+    RUN_ERRORS,
+    answering,
+    buffers_on_meta,
+    call_on_meta,
+    passing_experts,
+    unattended,
+)
 from tfbackend.graph.masks import Masks, MaskWindow, masks_that_answer, read_mask
 from tfbackend.graph.query import SDPA, SOFTMAX
 from tfbackend.graph.repeats import Repeats, mark, repeat, since
+from tfbackend.graph.routed import reads_values
 
 if TYPE_CHECKING:
     from tfbackend.graph.selection import Selection
@@ -77,6 +87,7 @@ class Observation:
         counting: paths of modules whose query, key or value depends on a count of tokens that the model made.
         inline: module path -> how often it weighs tokens against tokens by itself, beside the attention interface.
         masks: what the masks of the run hide.
+        looped: classes of modules that go through their experts by themselves, and were answered for.
         operations: how many there were.
         returned: module path -> how many of them there had been when it returned.
         read: id of a tensor -> the number of the last operation that took it.
@@ -96,6 +107,7 @@ class Observation:
     counting: list[str] = field(default_factory=list)
     inline: dict[str, int] = field(default_factory=dict)
     masks: Masks = field(default_factory=dict)
+    looped: set[type[nn.Module]] = field(default_factory=set)
     operations: int = 0
     returned: dict[str, int] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
@@ -139,6 +151,7 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
         torch.no_grad(),
         buffers_on_meta(base),
         masks_that_answer() as seen.masks,
+        _positions_given(base),
         answering(record),
         _calls_into(seen, base, running),
     ):
@@ -148,8 +161,22 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
                 base(**inputs)
         except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
-            seen.reads_values = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
+            seen.reads_values = reads_values(error)
     return seen
+
+
+@contextmanager
+def _positions_given(base: nn.Module) -> Iterator[None]:
+    """Give positions to the modules that ask for them, which is no counting of tokens."""
+    asking = [module for module in base.modules() if getattr(type(module), ASKS_POSITIONS, False)]
+    positions = torch.arange(TOKENS, device="meta")
+    try:
+        for module in asking:
+            vars(module)[POSITIONS] = positions
+        yield
+    finally:
+        for module in asking:
+            vars(module).pop(POSITIONS, None)
 
 
 def _place_of(error: BaseException) -> str:
@@ -164,7 +191,7 @@ def _place_of(error: BaseException) -> str:
 
 def needs_masks(base: nn.Module) -> bool:
     """Whether the model fails where Transformers makes it no masks, which an engine has no use for."""
-    with torch.no_grad(), buffers_on_meta(base), answering(unattended):
+    with torch.no_grad(), buffers_on_meta(base), answering(unattended), passing_experts():
         try:
             base(**model_inputs(base, torch.device("meta")))
         except RUN_ERRORS:
@@ -238,7 +265,7 @@ def _calls_into(seen: Observation, base: nn.Module, running: list[tuple[str, nn.
             seen.calls.setdefault(path, []).append((args, kwargs))
             running.append((path, module))
             try:
-                output = call_on_meta(original, module, args, kwargs)
+                output = call_on_meta(original, module, args, kwargs, seen.looped)
             finally:
                 running.pop()
             _note_made(seen, path, module, output)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tfbackend.expertspec import ExpertsSpec
+from tfbackend.groupedspec import GroupedLinearSpec
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -23,6 +24,7 @@ from tfbackend.layerspecs import (
     NormSpec,
     QKVSpec,
 )
+from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.meta import MetaModel
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
@@ -108,10 +110,13 @@ def parameters(meta: MetaModel, plan: Plan, tp: int, dtype: torch.dtype, *, ep: 
 def _specs(plan: Plan) -> Iterator[tuple[str, Any]]:
     """(path relative to the base model, spec) of every layer that is built."""
     for rewrite in plan.rewrites:
-        if rewrite.layer is not None:
-            yield rewrite.qualname, rewrite.layer
-        for child, spec in rewrite.children:
-            yield join(rewrite.qualname, child), spec
+        layers: list[tuple[str, Any]] = [("", rewrite.layer)] if rewrite.layer is not None else []
+        for child, spec in [*layers, *rewrite.children]:
+            path = join(rewrite.qualname, child)
+            if isinstance(spec, (LoopedExpertsSpec, DenseExpertsSpec)):
+                yield join(path, "routed"), spec.experts
+            else:
+                yield path, spec
 
 
 def _owner(name: str, order: dict[str, int]) -> str:
@@ -124,6 +129,8 @@ def _owner(name: str, order: dict[str, int]) -> str:
 def _of_spec(path: str, spec: Any, tp: int, dtype: torch.dtype, ep: bool = False) -> list[ServedParameter]:
     if isinstance(spec, ExpertsSpec):
         return list(_experts(path, spec, tp, dtype, ep))
+    if isinstance(spec, GroupedLinearSpec):
+        return [ServedParameter(f"{path}.weight", spec.shape, spec.shape, dtype)]
     if isinstance(spec, MoESpec):
         return [*_router(path, spec, dtype), *_experts(path, spec.experts, tp, dtype, ep)]
     if isinstance(spec, LinearSpec):

@@ -94,7 +94,7 @@ def make_cache(specs: Iterable[AttentionSpec | MLASpec], tp: int, itemsize: int)
     """
     kinds: Counter[tuple[int, int | None]] = Counter()
     for spec in specs:
-        kinds[spec.cached_numbers(tp) * itemsize, spec.window] += 1
+        kinds[spec.cached_numbers(tp) * itemsize, spec.window or spec.chunk] += 1
     if not kinds:
         return Cache((), 0)
     if len({window for _, window in kinds}) == 1:

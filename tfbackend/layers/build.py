@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -21,10 +21,13 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from tfbackend.expertspec import ExpertsSpec
+from tfbackend.groupedspec import GroupedLinearSpec
 from tfbackend.layers.attention import BiasedAttention, PaddedAttention
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
 from tfbackend.layers.experts import experts
+from tfbackend.layers.grouped import GroupedLinear
+from tfbackend.layers.looped import DenseExperts, LoopedExperts
 from tfbackend.layers.mla import latent_attention
 from tfbackend.layers.moe import KernelMoE
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
@@ -48,6 +51,7 @@ from tfbackend.layerspecs import (
     QKVSpec,
     RotarySpec,
 )
+from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 
@@ -158,6 +162,8 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
         extra["sinks"] = own_sinks(site, spec.sinks, context)
     if spec.alibi_slopes is not None:
         extra["alibi_slopes"] = own_slopes(spec.alibi_slopes, context.tp_size)
+    if spec.chunk is not None:
+        return _chunked(spec, prefix, context, extra)
     cls = BiasedAttention if spec.key_bias else PaddedAttention if spec.v_head_dim != spec.head_dim else Attention
     made: nn.Module = cls(
         spec.num_heads // context.tp_size,
@@ -186,8 +192,36 @@ def _all_keys(spec: AllKeysSpec, prefix: str, context: BuildContext, _: nn.Modul
     return spec.reference()
 
 
+def _chunked(spec: AttentionSpec, prefix: str, context: BuildContext, extra: dict[str, Any]) -> nn.Module:
+    assert spec.chunk is not None and spec.window is None and spec.soft_cap is None and "sinks" not in extra, spec
+    made: nn.Module = ChunkedLocalAttention(
+        spec.num_heads // context.tp_size,
+        spec.cached_dim,
+        spec.scale,
+        spec.chunk,
+        num_kv_heads=max(1, spec.num_kv_heads // context.tp_size),
+        cache_config=context.cache_config,
+        quant_config=context.quant_config,
+        prefix=prefix,
+        **extra,
+    )
+    return made
+
+
 def _experts(spec: ExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
     return experts(spec, prefix, context)
+
+
+def _looped(spec: LoopedExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return LoopedExperts(spec, prefix, context)
+
+
+def _dense(spec: DenseExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return DenseExperts(spec, prefix, context)
+
+
+def _grouped(spec: GroupedLinearSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return GroupedLinear(spec, context)
 
 
 def _moe(spec: MoESpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
@@ -213,6 +247,9 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     MLASpec: _latent_attention,
     AllKeysSpec: _all_keys,
     ExpertsSpec: _experts,
+    LoopedExpertsSpec: _looped,
+    DenseExpertsSpec: _dense,
+    GroupedLinearSpec: _grouped,
     MoESpec: _moe,
 }
 

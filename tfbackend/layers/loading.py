@@ -178,7 +178,9 @@ class _Live:
         return {name for name, tensor in self.tensors.items() if id(tensor) in ids}
 
     def _shards(self, name: str) -> tuple[Shard, ...]:
-        owner = self._modules[name.rpartition(".")[0]]
+        owner, own = self._modules[name.rpartition(".")[0]], getattr(self.tensors[name], "shards", None)
+        if own is not None:
+            return tuple(own)
         if isinstance(owner, QKVParallelLinear):
             return ("q", "k", "v")
         if isinstance(owner, MergedColumnParallelLinear):

@@ -57,6 +57,7 @@ class Base(nn.Module):
         begun = time.perf_counter()
         self.plan: Plan = make_plan(built, adapt.serving_spec(self.vllm_config), Prover(directory / "proofs"))
         planned = time.perf_counter()
+        adapt.settle_chunks(self.vllm_config, self.plan)
         if self.plan.masked:
             meta.give_masks(built)
         self._adopt(self.plan)

@@ -172,7 +172,7 @@ class _Climber:
             return Finding(NOT_RUN, needs="vLLM 0.32 or 0.33")
         plan, config = self.structure.plan, self.target.config.get_text_config()
         assert plan is not None
-        windows = [spec.window for _, spec in plan.attention if spec.window]
+        windows = [reach for _, spec in plan.attention if (reach := spec.window or spec.chunk)]
         limit = getattr(config, "max_position_embeddings", None)
         limit = limit if isinstance(limit, int) and limit > 0 else None
         padding = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else None

@@ -67,6 +67,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "inkling_text": {"logits_mup_width_multiplier": 2.0},
     "lfm2": {"num_hidden_layers": 4, "layer_types": [C, F] * 2, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": [C, F] * 2, "num_dense_layers": 2},
+    "llama4_text": {  # layers of each kind in turn, chunks of whole blocks, and the prompts longer than they
+        "num_hidden_layers": 4,
+        "layer_types": ["chunked_attention", F] * 2,
+        "no_rope_layers": [1, 0] * 2,
+        "moe_layers": [0, 1, 3],
+        "attention_chunk_size": 2 * WINDOW,
+    },
+    "longcat_flash": {"zero_expert_num": 4, "moe_topk": 3},  # or hardly a token meets an expert with weights
     "mpt": {"attn_config": {"attn_pdrop": ..., "clip_qkv": 2.0}, "logit_scale": 0.4},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2},
     "phi4_multimodal": {
