@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tfbackend.fusers.base import Rewrite
-from tfbackend.graph.interface import POSITIONS
 from tfbackend.layers.build import build_layer, local_sizes
 from tfbackend.layers.context import BuildContext
 from tfbackend.layerspecs import FixedRopeSpec, GrownTableSpec, LayerSpec
@@ -38,8 +37,6 @@ def apply_plan(
         texts = [text[path] for text in (plan.forwards, plan.methods) if path in text]
         site = base.get_submodule(path)
         site.__class__ = generate_class(type(site), texts, directory)
-    for path in plan.numbered:
-        setattr(base.get_submodule(path), POSITIONS, None)
     _bare_forwards(base, directory)
     materialise(base, context)
     return base

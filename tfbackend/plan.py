@@ -40,7 +40,6 @@ from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
 from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, looped_refusals
-from tfbackend.positions import Numbered, positions_given
 from tfbackend.proof import Prover
 from tfbackend.refusals import (
     inline_refusal,
@@ -173,16 +172,13 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
     base = meta.base
     observation = observe(base)
     directory = (prover.directory.parent / "forwards" if prover.directory else None) or scratch()
-    grouped, numbered = Grouped(), Numbered()
+    grouped = Grouped()
     with ExitStack() as edited:
         if observation.reads_values:
             grouped = edited.enter_context(counts_kept(base, observation, directory))
             observation = observe(base) if grouped.forwards else observation
         if observation.problem:
             raise unobserved_refusal(type(base).__name__, observation.problem, reads_values=observation.reads_values)
-        if observation.counting:
-            numbered = edited.enter_context(positions_given(base, observation, directory))
-            observation = observe(base)
         inlined = edited.enter_context(behind_interface(base, observation, serving, directory))
         if inlined.methods:
             observation = observe(base)
@@ -190,8 +186,7 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         observation = _explained(observation, inlined)
         observation = replace(observation, selection=find_selection(base, observation))
         plan, refusals = _decide(meta, serving, prover, observation, inlined)
-        forwards = {**grouped.forwards, **numbered.forwards, **plan.forwards}
-        return replace(plan, forwards=forwards, numbered=tuple(numbered.forwards)), refusals
+        return replace(plan, forwards={**grouped.forwards, **plan.forwards}), refusals
 
 
 def _decide(

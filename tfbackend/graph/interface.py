@@ -102,24 +102,6 @@ def _next_layer(module: Any) -> Any:
 GROUPED = "tfb_grouped"
 """Attribute of the class of a module that is a stack of linears, each for a group of rows: its GroupedLinearSpec."""
 
-POSITIONS = "tfb_positions"
-"""Attribute of a module that numbers its tokens in its forward: their positions [tokens], given before each call."""
-
-ASKS_POSITIONS = "tfb_asks_positions"
-"""Attribute of a class that does."""
-
-
-def token_positions(module: nn.Module, counted: torch.Tensor) -> torch.Tensor:
-    """What stands where a model counted its tokens, 0, 1, 2 ...: the positions that `module` was given.
-
-    Where none ever are, in traces and proofs of single modules, tokens are the first of one sequence.
-    """
-    given: torch.Tensor | None = getattr(module, POSITIONS, counted)
-    if given is None:
-        raise RuntimeError("the positions of this call were not given to a module that asks for them")
-    return given
-
-
 @dataclass(frozen=True)
 class InlineNumbers:
     """What attention that a model writes out by itself was found to do; see AttentionSpec for the fields.

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from tfbackend.graph.counted import CountedTokens
 from tfbackend.graph.interface import (
-    ASKS_POSITIONS,
-    POSITIONS,
     RUN_ERRORS,
     answering,
     buffers_on_meta,
@@ -151,7 +149,6 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
         torch.no_grad(),
         buffers_on_meta(base),
         masks_that_answer() as seen.masks,
-        _positions_given(base),
         answering(record),
         _calls_into(seen, base, running),
     ):
@@ -163,20 +160,6 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
             seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
             seen.reads_values = reads_values(error)
     return seen
-
-
-@contextmanager
-def _positions_given(base: nn.Module) -> Iterator[None]:
-    """Give positions to the modules that ask for them, which is no counting of tokens."""
-    asking = [module for module in base.modules() if getattr(type(module), ASKS_POSITIONS, False)]
-    positions = torch.arange(TOKENS, device="meta")
-    try:
-        for module in asking:
-            vars(module)[POSITIONS] = positions
-        yield
-    finally:
-        for module in asking:
-            vars(module).pop(POSITIONS, None)
 
 
 def _place_of(error: BaseException) -> str:

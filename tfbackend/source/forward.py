@@ -237,7 +237,7 @@ def generate_class(cls: type[nn.Module], texts: str | Sequence[str], directory: 
     return made
 
 
-_OURS = ("inline_attention", "key_biased_attention", "token_positions")
+_OURS = ("inline_attention", "key_biased_attention")
 """Functions of graph/interface.py that edited texts call."""
 
 
