@@ -36,11 +36,13 @@ from tfbackend.layerspecs import (
 from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
+from tfbackend.positions import Numbered, following_positions
 from tfbackend.proof import Prover, plain_float32
 from tfbackend.refusals import inline_refusal, mixing_refusal, padding_refusal, positions_refusal
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
 from tfbackend.source.edits import apply_edits
+from tfbackend.source.forward import defined_name
 
 _STYLES = {
     "colwise": COLWISE,
@@ -69,6 +71,7 @@ class Plan:
         forwards: the text of every forward that changes, by site.
         methods: likewise of another method, where attention that a model wrote out was cut from one.
         masked: whether the model cannot go without the masks that Transformers makes.
+        numbered: paths of modules that count tokens themselves and are told the positions instead.
     """
 
     architecture: str
@@ -85,6 +88,7 @@ class Plan:
     forwards: Mapping[str, str] = field(default_factory=dict)
     methods: Mapping[str, str] = field(default_factory=dict)
     masked: bool = False
+    numbered: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -168,13 +172,15 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         if inlined.methods:
             observation = observe(base)
             assert not observation.problem, observation.problem
-        return _decide(meta, serving, prover, observation, inlined)
+        with following_positions(base, observation, directory) as numbered:
+            return _decide(meta, serving, prover, numbered, inlined)
 
 
 def _decide(
-    meta: MetaModel, serving: ServingSpec, prover: Prover, observation: Observation, inlined: Inlined
+    meta: MetaModel, serving: ServingSpec, prover: Prover, numbered: Numbered, inlined: Inlined
 ) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
-    base, planner = meta.base, _Planner(meta, serving, observation)
+    base, observation = meta.base, numbered.observation
+    planner = _Planner(meta, serving, observation)
     rewrites, misses, unproven = _collect_proven(planner, prover)
     head, refusals = _head(meta, observation)
     plan = Plan(
@@ -194,18 +200,14 @@ def _decide(
     refusals += _attention_refusals(plan, observation, serving, inlined)
     refusals += _experts_refusals(plan, serving)
     refusals += map(mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
-    if observation.counting:
-        refusals.append(positions_refusal(observation.counting[0]))
+    if numbered.problem:
+        refusals.append(positions_refusal((observation.counting or numbered.modules)[0], numbered.problem))
     if table := numbers_by_tokens(base, planner.vocabulary):
         refusals.append(padding_refusal(table))
-    forwards, methods = _forwards(plan, planner.sites), dict[str, str]()
-    for path, text in inlined.methods.items():
-        if text.startswith("def forward("):
-            forwards.setdefault(path, text)
-        else:
-            methods[path] = text
+    forwards, methods = _texts(plan, planner.sites, inlined, numbered)
     masked = bool(inlined.methods) and needs_masks(base)
-    return replace(plan, forwards=forwards, methods=methods, masked=masked), tuple(refusals)
+    plan = replace(plan, forwards=forwards, methods=methods, masked=masked, numbered=numbered.modules)
+    return plan, tuple(refusals)
 
 
 def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], list[Miss], list[str]]:
@@ -250,6 +252,23 @@ def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
         if edits and not isinstance(source, str):
             texts[path] = apply_edits(source.text, edits)
     return texts
+
+
+def _texts(
+    plan: Plan, sites: Mapping[str, Site], inlined: Inlined, numbered: Numbered
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(forwards, other methods) that change, by site. A text of `numbered` was made from that of `inlined`."""
+    forwards, methods = _forwards(plan, sites), dict[str, str]()
+    texts = {(path, defined_name(text)): text for path, text in inlined.methods.items()} | numbered.methods
+    for (path, name), text in texts.items():
+        known = forwards if name == "forward" else methods
+        if name != "forward" and path in methods:
+            raise PlanConflictError("Two methods of one module would change.", where=path, found=name)
+        known.setdefault(path, text)
+    whole = {rewrite.qualname for rewrite in plan.rewrites if rewrite.layer is not None}
+    if taken := whole & {*numbered.modules}:
+        raise PlanConflictError("A module that is told positions would be replaced.", where=min(taken))
+    return forwards, methods
 
 
 def _attention_refusals(

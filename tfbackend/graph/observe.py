@@ -19,8 +19,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tfbackend.graph.counted import CountedTokens
-from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta, unattended
+from tfbackend.graph.counted import Count, CountedTokens
+from tfbackend.graph.interface import (
+    RUN_ERRORS,
+    answering,
+    buffers_on_meta,
+    call_on_meta,
+    positions_given,
+    unattended,
+)
 from tfbackend.graph.masks import Masks, MaskWindow, masks_that_answer, read_mask
 from tfbackend.graph.query import SDPA, SOFTMAX
 from tfbackend.graph.repeats import Repeats, mark, repeat, since
@@ -72,6 +79,7 @@ class Observation:
         problem: why the run ended early, "" if it did not.
         reads_values: whether it ended where the model asked for the values of a tensor, which on meta has none.
         counting: paths of modules whose query, key or value depends on a count of tokens that the model made.
+        counts: where it made those.
         inline: module path -> how often it weighs tokens against tokens by itself, beside the attention interface.
         masks: what the masks of the run hide.
         operations: how many there were.
@@ -87,6 +95,7 @@ class Observation:
     problem: str = ""
     reads_values: bool = False
     counting: list[str] = field(default_factory=list)
+    counts: list[Count] = field(default_factory=list)
     inline: dict[str, int] = field(default_factory=dict)
     masks: Masks = field(default_factory=dict)
     operations: int = 0
@@ -105,7 +114,8 @@ def observe(base: nn.Module) -> Observation:
     """Run the base model once over `TOKENS` meta tokens, as the engine will call it: flat positions, no cache."""
     seen = Observation()
     paths = {id(module): path for path, module in base.named_modules()}
-    counted = CountedTokens(TOKENS)
+    running: list[tuple[str, nn.Module]] = []
+    counted: CountedTokens
 
     def record(
         module: nn.Module,
@@ -121,11 +131,11 @@ def observe(base: nn.Module) -> Observation:
         call = AttentionCall(query.shape, key.shape, value.shape, window, problem, keywords)
         path = paths.get(id(module), "?")
         seen.attention.setdefault(path, []).append(call)
-        if any(x in counted for x in (query, key, value)):
+        if counts := [count for x in (query, key, value) for count in counted.behind(x)]:
             seen.counting.append(path)
+            seen.counts += [count for count in dict.fromkeys(counts) if count not in seen.counts]
         return unattended(module, query, key, value)
 
-    running: list[tuple[str, nn.Module]] = []
     with (
         torch.no_grad(),
         buffers_on_meta(base),
@@ -134,13 +144,19 @@ def observe(base: nn.Module) -> Observation:
         _calls_into(seen, base, running),
     ):
         inputs = model_inputs(base, torch.device("meta"))
+        counted = CountedTokens(TOKENS, running, (*base.parameters(), *base.buffers()))
         try:
-            with counted, _Operations(seen, running):
+            with positions_given(_row_of(inputs)), counted, _Operations(seen, running):
                 base(**inputs)
         except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
             seen.reads_values = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
     return seen
+
+
+def _row_of(inputs: dict[str, Any]) -> torch.Tensor:
+    """Positions [tokens] of a call, as a tensor that no model has counted."""
+    return torch.zeros_like(inputs["input_ids"][0])
 
 
 def _place_of(error: BaseException) -> str:
