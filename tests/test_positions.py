@@ -346,7 +346,7 @@ def test_decoders_of_sequence_to_sequence_models_follow_positions(model_type):
 
 def test_positions_made_of_the_token_ids_are_refused():
     """TrOCR with sinusoidal positions leaves padding out, wherever it stands in a prompt."""
-    with pytest.raises(UnsupportedModelError, match="numbers its tokens itself.*another way than 0, 1, 2"):
+    with pytest.raises(UnsupportedModelError, match=r"numbers its tokens itself.*another way than 0, 1, 2"):
         make_plan(decoder_of("trocr", use_learned_position_embeddings=False), ServingSpec())
 
 

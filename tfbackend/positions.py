@@ -31,7 +31,8 @@ from tfbackend.graph.observe import TOKENS, Observation, call_keywords, needs_ma
 from tfbackend.meta import INTERFACE_NAME, WITH_MASKS
 from tfbackend.proof import materialise, plain_float32
 from tfbackend.source.edits import Edit, apply_edits
-from tfbackend.source.forward import ForwardSource, SourceError, explicit_supers, function_source, generate_class
+from tfbackend.source.forward import ForwardSource, SourceError, function_source, generate_class
+from tfbackend.source.supers import explicit_supers
 
 _ROUNDS = 4
 """How often a model is looked at anew: code that another edit let run may count too."""

@@ -24,8 +24,6 @@ from typing import Any
 
 from torch import nn
 
-from tfbackend.source.edits import Edit
-
 Span = tuple[int, int, int, int]
 
 
@@ -176,7 +174,7 @@ def function_source(function: Callable[..., Any], *, with_super: bool = False) -
     """The source of a method.
 
     Args:
-        with_super: whether it may say `super()`, for which `explicit_supers` has edits.
+        with_super: whether it may say `super()`, which source.supers has edits for.
 
     Raises:
         SourceError: there is none, or it cannot be compiled elsewhere.
@@ -193,34 +191,18 @@ def function_source(function: Callable[..., Any], *, with_super: bool = False) -
     return source
 
 
-def explicit_supers(source: ForwardSource) -> list[Edit]:
-    """Edits that let each `super()` of a method name the class that the method was written in.
-
-    Raises:
-        SourceError: it uses that class in another way.
-    """
-    if "__class__" not in source.function.__code__.co_freevars:
-        return []
-    names = [node for node in ast.walk(source.tree) if isinstance(node, ast.Name)]
-    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and not node.args]
-    supers = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "super"]
-    if sum(name.id in ("super", "__class__") for name in names) != len(supers):
-        raise SourceError(f"{source.function.__qualname__} uses super in a way of its own")
-    made = f"super({_owner_name(source.name)}, {source.me})"
-    return [Edit(*source.offsets(call), made, "super") for call in supers]
-
-
-def _owner_name(method: str) -> str:
+def owner_name(method: str) -> str:
+    """What the text of a method calls the class that it was written in."""
     return f"_Owner_{method}"
 
 
 def _owners(originals: dict[str, Any]) -> dict[str, Any]:
-    """What `explicit_supers` calls the classes that methods were written in -> the classes."""
+    """What texts call the classes that methods were written in -> the classes."""
     owners = {}
     for name, original in originals.items():
         free = original.__code__.co_freevars
         if "__class__" in free:
-            owners[_owner_name(name)] = original.__closure__[free.index("__class__")].cell_contents
+            owners[owner_name(name)] = original.__closure__[free.index("__class__")].cell_contents
     return owners
 
 
