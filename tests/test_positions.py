@@ -128,7 +128,18 @@ class TwoWays(InEveryLayer):
         return x + self.places(torch.arange(x.shape[1], device=x.device)) + self.table[:, : x.shape[1]]
 
 
-FOLLOW = (Arange, FromTwo, AfterThePast, Waves, Rows, LaterRows, InItsTable, InEveryLayer, TwoWays)
+class AfterAttention(Counting):
+    """No query, key or value knows of it."""
+
+    def number(self, x):
+        return x
+
+    def forward(self, input_ids, use_cache=False):
+        x = super().forward(input_ids)[0]
+        return (x * (1 + self.places(torch.arange(x.shape[1], device=x.device))),)
+
+
+FOLLOW = (Arange, FromTwo, AfterThePast, Waves, Rows, LaterRows, InItsTable, InEveryLayer, TwoWays, AfterAttention)
 
 
 def made(cls):
@@ -137,7 +148,7 @@ def made(cls):
 
 
 def run(model, ids):
-    """Query, key and value of each layer, rows of [tokens, ...]; each token attends to itself."""
+    """Query, key and value of each layer and the output, rows of [tokens, ...]; each token attends to itself."""
     seen = []
 
     def alone(module, q, k, v, mask=None, **_):
@@ -145,8 +156,8 @@ def run(model, ids):
         return v.transpose(1, 2)
 
     with torch.no_grad(), answering(alone):
-        model(ids)
-    return seen
+        output = model(ids)[0]
+    return [*seen, output[0]]
 
 
 @pytest.mark.parametrize("cls", FOLLOW, ids=lambda cls: cls.__name__)
@@ -165,13 +176,14 @@ def test_each_token_follows_its_position(cls, tmp_path):
     assert type(original) is cls
     wanted = [[x[past:] for x in run(original, ids[None])] for ids, past in requests]
     positions = torch.cat([torch.arange(past, len(ids)) for ids, past in requests])
+    batch = torch.cat([ids[past:] for ids, past in requests])[None]
     with positions_given(positions):
-        got = run(edited, torch.cat([ids[past:] for ids, past in requests])[None])
-    assert len(got) == 9
+        got = run(edited, batch)
+    assert len(got) == 10
     for whole, *parts in zip(got, *wanted, strict=True):
         torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-5, atol=1e-5)
-    moved = [not torch.allclose(a, b) for a, b in zip(got, run(edited, torch.ones_like(positions)[None]), strict=True)]
-    assert all(moved[:2]), "the positions are without effect"
+    uninformed = run(edited, batch)
+    assert not all(torch.allclose(a, b) for a, b in zip(got, uninformed, strict=True)), "positions are without effect"
 
 
 class AddsAMask(Counting):

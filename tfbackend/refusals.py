@@ -11,8 +11,8 @@ NATIVE = "Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for t
 def positions_refusal(path: str, problem: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         "The model numbers its tokens itself, instead of using the positions that it is given.",
-        where=path,
-        found=f"query, key or value computed from a count of the tokens of a call; {problem}",
+        where=path or "the base model",
+        found=f"{'query, key or value' if path else 'what it gives'} computed from a count of the tokens; {problem}",
         needed="position_ids: a call holds tokens of many requests, from anywhere in them",
         remedy=NATIVE,
     )

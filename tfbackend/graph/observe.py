@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +78,8 @@ class Observation:
         modules: the modules of `made` by path.
         problem: why the run ended early, "" if it did not.
         reads_values: whether it ended where the model asked for the values of a tensor, which on meta has none.
-        counting: paths of modules whose query, key or value depends on a count of tokens that the model made.
+        counting: paths of modules whose query, key or value depends on a count of tokens that the model made; "" where
+        what the model gives does.
         counts: where it made those.
         inline: module path -> how often it weighs tokens against tokens by itself, beside the attention interface.
         masks: what the masks of the run hide.
@@ -109,6 +110,12 @@ class Observation:
             return None
         return [isinstance(x, torch.Tensor) and self.read.get(id(x), 0) <= self.returned[path] for x in output]
 
+    def note_counts(self, path: str, counted: CountedTokens, values: Iterable[torch.Tensor]) -> None:
+        """Note where what `values` of the module at `path` were computed from was counted."""
+        if counts := [count for x in values for count in counted.behind(x)]:
+            self.counting.append(path)
+            self.counts += [count for count in dict.fromkeys(counts) if count not in self.counts]
+
 
 def observe(base: nn.Module) -> Observation:
     """Run the base model once over `TOKENS` meta tokens, as the engine will call it: flat positions, no cache."""
@@ -131,9 +138,7 @@ def observe(base: nn.Module) -> Observation:
         call = AttentionCall(query.shape, key.shape, value.shape, window, problem, keywords)
         path = paths.get(id(module), "?")
         seen.attention.setdefault(path, []).append(call)
-        if counts := [count for x in (query, key, value) for count in counted.behind(x)]:
-            seen.counting.append(path)
-            seen.counts += [count for count in dict.fromkeys(counts) if count not in seen.counts]
+        seen.note_counts(path, counted, (query, key, value))
         return unattended(module, query, key, value)
 
     with (
@@ -147,7 +152,9 @@ def observe(base: nn.Module) -> Observation:
         counted = CountedTokens(TOKENS, running, (*base.parameters(), *base.buffers()))
         try:
             with positions_given(_row_of(inputs)), counted, _Operations(seen, running):
-                base(**inputs)
+                output = base(**inputs)
+            if not seen.inline:  # a bias that is still there makes all depend on a count, and goes with its attention
+                seen.note_counts("", counted, [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)][:1])
         except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
             seen.reads_values = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
