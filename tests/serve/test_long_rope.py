@@ -59,7 +59,7 @@ _HALF = {"partial_rotary_factor": 0.5}
 SHAPED = {
     "half of each head": _shaped("phi", YARN_ROPE | _HALF),
     "half of each head, neighbours paired": _shaped("glm", YARN_ROPE | _HALF),
-    "neighbours paired": _shaped("cohere", LLAMA3_ROPE),
+    "neighbours paired": _shaped("cohere", YARN_ROPE),
     "none on every other layer": _shaped("smollm3", YARN_ROPE, no_rope_layers=[1] * 4),
     "neighbours paired, none on layers without a window": _shaped("cohere2", LLAMA3_ROPE, layer_types=[S] * 4),
     "one scaling for each type of layer": _shaped("olmo3", {F: YARN_ROPE, S: _LINEAR}),
