@@ -55,9 +55,9 @@ def test_prefix_caching(harness: Harness, name: str) -> None:
     _serve(harness, name, times=2, enable_prefix_caching=True)
 
 
-@pytest.mark.parametrize("name", ["bart", "trocr"])
-def test_two_ranks(harness: Harness, name: str) -> None:
-    _serve(harness, name, tensor_parallel_size=2)
+def test_two_ranks(harness: Harness) -> None:
+    """The other two write their attention out, which is refused on several ranks."""
+    _serve(harness, "bart", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("name", WHERE)
