@@ -173,15 +173,6 @@ def test_sites_of_one_class_are_planned_each_by_its_own_numbers():
     assert dict(plan.rewrite("glu", "others.2").children)["act_and_mul"].activation == "silu"
 
 
-@pytest.mark.parametrize("model_type", ["bart", "mbart", "pegasus"])
-def test_models_that_count_positions_themselves_are_refused(model_type):
-    """These decoders number the tokens of each call from zero, which is wrong from the second token of a request on."""
-    sizes = {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
-    config = CONFIG_MAPPING[model_type](**sizes, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    with pytest.raises(UnsupportedModelError, match="numbers its tokens itself"):
-        make_plan(build(config, torch.float32), ServingSpec())
-
-
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "gemma2", "cohere"])
 def test_the_engines_default_device_and_dtype_change_nothing(model_type):
     """An engine builds models inside torch.device("cuda") and with its dtype as torch's default."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tfbackend.fusers.base import Rewrite
+from tfbackend.graph.interface import POSITIONS
 from tfbackend.layers.build import build_layer, local_sizes
 from tfbackend.layers.context import BuildContext
 from tfbackend.layerspecs import FixedRopeSpec, GrownTableSpec, LayerSpec
@@ -33,11 +35,13 @@ def apply_plan(
     """
     for path, rewrites in plan.by_site.items():
         _apply_site(base, path, rewrites, f"{prefix}.{path}", context)
-    for path in dict.fromkeys([*plan.forwards, *plan.methods]):
-        texts = [text[path] for text in (plan.forwards, plan.methods) if path in text]
+    for path in dict.fromkeys((*plan.forwards, *plan.methods)):
         site = base.get_submodule(path)
+        texts = [text[path] for text in (plan.forwards, plan.methods) if path in text]
         site.__class__ = generate_class(type(site), texts, directory)
-    _bare_forwards(base, directory)
+    for path in plan.numbered:
+        setattr(base.get_submodule(path), POSITIONS, None)
+    _bare_forwards(base, directory, plan.forwards)
     materialise(base, context)
     return base
 
@@ -71,14 +75,15 @@ def _fix_rope(module: nn.Module, spec: FixedRopeSpec) -> None:
     module.__class__ = type(type(module).__name__, (type(module),), {"forward": bare, "__module__": __name__})
 
 
-def _bare_forwards(base: PreTrainedModel, directory: Path) -> None:
+def _bare_forwards(base: PreTrainedModel, directory: Path, edited: Collection[str]) -> None:
     """Strip the decorators from the forwards of whole models.
 
     They fill in defaults that the engine passes anyway and record outputs that it does not ask for; being closures,
     they keep a compiled model from being saved. A buffer that the forward assigns becomes a local name on the way.
     """
-    for module in base.modules():
-        if not isinstance(module, PreTrainedModel) or not hasattr(type(module).forward, "__wrapped__"):
+    for path, module in base.named_modules():
+        decorated = hasattr(type(module).forward, "__wrapped__") or path in edited
+        if not isinstance(module, PreTrainedModel) or not decorated:
             continue
         try:
             source = forward_source(type(module))

@@ -40,6 +40,7 @@ from tfbackend.meta import MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
 from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, looped_refusals
+from tfbackend.positions import Numbered, following_positions
 from tfbackend.proof import Prover
 from tfbackend.refusals import (
     inline_refusal,
@@ -50,6 +51,7 @@ from tfbackend.refusals import (
 )
 from tfbackend.serving import ServingSpec
 from tfbackend.source.edits import apply_edits
+from tfbackend.source.forward import defined_name
 
 _STYLES = {
     "colwise": COLWISE,
@@ -78,7 +80,7 @@ class Plan:
         forwards: the text of every forward that changes, by site.
         methods: likewise of another method, where attention that a model wrote out was cut from one.
         masked: whether the model cannot go without the masks that Transformers makes.
-        numbered: sites that counted their tokens and ask for positions instead.
+        numbered: paths of modules that count tokens themselves and are told the positions instead.
     """
 
     architecture: str
@@ -183,16 +185,18 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         if inlined.methods:
             observation = observe(base)
         assert not observation.problem, observation.problem
-        observation = _explained(observation, inlined)
+        numbered = edited.enter_context(following_positions(base, observation, directory))
+        observation = _explained(numbered.observation, inlined)
         observation = replace(observation, selection=find_selection(base, observation))
-        plan, refusals = _decide(meta, serving, prover, observation, inlined)
+        plan, refusals = _decide(meta, serving, prover, replace(numbered, observation=observation), inlined)
         return replace(plan, forwards={**grouped.forwards, **plan.forwards}), refusals
 
 
 def _decide(
-    meta: MetaModel, serving: ServingSpec, prover: Prover, observation: Observation, inlined: Inlined
+    meta: MetaModel, serving: ServingSpec, prover: Prover, numbered: Numbered, inlined: Inlined
 ) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
-    base, planner = meta.base, _Planner(meta, serving, observation)
+    base, observation = meta.base, numbered.observation
+    planner = _Planner(meta, serving, observation)
     rewrites, misses, unproven = _collect_proven(planner, prover)
     head, refusals = _head(meta, observation)
     plan = Plan(
@@ -214,18 +218,14 @@ def _decide(
     refusals += experts_refusals(plan, serving)
     refusals += looped_refusals(base, plan, observation)
     refusals += map(mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
-    if observation.counting:
-        refusals.append(positions_refusal(observation.counting[0]))
+    if numbered.problem:
+        refusals.append(positions_refusal((observation.counting or numbered.modules)[0], numbered.problem))
     if table := numbers_by_tokens(base, planner.vocabulary):
         refusals.append(padding_refusal(table))
-    forwards, methods = _forwards(plan, planner.sites), dict[str, str]()
-    for path, text in inlined.methods.items():
-        if text.startswith("def forward("):
-            forwards.setdefault(path, text)
-        else:
-            methods[path] = text
+    forwards, methods = _texts(plan, planner.sites, inlined, numbered)
     masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
-    return replace(plan, forwards=forwards, methods=methods, masked=masked), tuple(refusals)
+    plan = replace(plan, forwards=forwards, methods=methods, masked=masked, numbered=numbered.modules)
+    return plan, tuple(refusals)
 
 
 def _explained(observation: Observation, inlined: Inlined) -> Observation:
@@ -281,6 +281,23 @@ def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
         if edits and not isinstance(source, str):
             texts[path] = apply_edits(source.text, edits)
     return texts
+
+
+def _texts(
+    plan: Plan, sites: Mapping[str, Site], inlined: Inlined, numbered: Numbered
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(forwards, other methods) that change, by site. A text of `numbered` was made from that of `inlined`."""
+    forwards, methods = _forwards(plan, sites), dict[str, str]()
+    texts = {(path, defined_name(text)): text for path, text in inlined.methods.items()} | numbered.methods
+    for (path, name), text in texts.items():
+        known = forwards if name == "forward" else methods
+        if name != "forward" and path in methods:
+            raise PlanConflictError("Two methods of one module would change.", where=path, found=name)
+        known.setdefault(path, text)
+    whole = {rewrite.qualname for rewrite in plan.rewrites if rewrite.layer is not None}
+    if taken := whole & {*numbered.modules}:
+        raise PlanConflictError("A module that is told positions would be replaced.", where=min(taken))
+    return forwards, methods
 
 
 def _layer_list(base: nn.Module) -> str:

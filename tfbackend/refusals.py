@@ -8,11 +8,11 @@ NATIVE = "Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for t
 """The remedy where nothing about the way of serving would help."""
 
 
-def positions_refusal(path: str) -> UnsupportedModelError:
+def positions_refusal(path: str, problem: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         "The model numbers its tokens itself, instead of using the positions that it is given.",
-        where=path,
-        found="query, key or value computed from a count of the tokens of a call",
+        where=path or "the base model",
+        found=f"{'query, key or value' if path else 'what it gives'} computed from a count of the tokens; {problem}",
         needed="position_ids: a call holds tokens of many requests, from anywhere in them",
         remedy=NATIVE,
     )

@@ -77,6 +77,11 @@ def sensitivities(variant: Variant, folder: str, prompts: list[list[int]], answe
     return moved
 
 
+def own_rounding(folder: str, prompts: list[list[int]], answers: list[Answer]) -> float:
+    """How far the answers' log-probabilities move when Transformers computes in float64: what float32 loses there."""
+    return _farthest(load(Path(folder)).double(), prompts, answers)
+
+
 def dropped_vectors(folder: str, prompts: list[list[int]], answers: list[Answer]) -> dict[str, float]:
     """For each kind of one-dimensional parameter: how far the answers' log-probabilities move when all of it are reset.
 

@@ -93,3 +93,11 @@ def lose_windows(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "impl"):
             module.impl.sliding_window = -1
+
+
+def numbered_modules(model: Any) -> list[str]:
+    """Paths of the modules that number tokens themselves and are told the positions; none is left with those of a
+    call."""
+    known = {path: module for path, module in model.model.named_modules() if hasattr(module, "tfb_positions")}
+    assert all(module.tfb_positions is None for module in known.values()), "positions outlive their call"
+    return list(known)

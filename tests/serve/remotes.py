@@ -33,6 +33,7 @@ REMOTES: dict[str, dict[str, Any]] = {
     "shifted": _SIZES,
     "handtied": _SIZES | {"tie_word_embeddings": True},
     "sloped": _SIZES,
+    "counting": _SIZES,
 }
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.serve.configs import Variant
 from tests.serve.engine import MAX_TOKENS, OURS, Harness, Request, serve
-from tests.serve.judge import SAME_COMPUTATION, judge
-from tests.serve.oracle import make_and_ask
+from tests.serve.judge import LOGPROB, SAME_COMPUTATION, judge
+from tests.serve.oracle import make_and_ask, own_rounding
 from tests.serve.tiny import make_prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(7200)]
@@ -112,7 +112,12 @@ def serve_and_judge(harness: Harness, model_type: str, fields: dict[str, Any]) -
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.model_class == [OURS]
     batch = outcome.value.batches[0]
-    verdict = judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
+    # Transformers rounds the bias of falcon's ALiBi to bfloat16, an engine does not.
+    within = LOGPROB if fields.get("alibi") else SAME_COMPUTATION
+    verdict = judge(expected, batch.tokens, batch.logprobs, within=within)
+    if not verdict.equal:  # scores of hundreds, as of unscaled attention, cost float32 more digits than are asked for
+        rounding = harness.ask_oracle(own_rounding, str(folder), prompts, expected)
+        verdict = judge(expected, batch.tokens, batch.logprobs, within=max(within, 2 * rounding))
     assert verdict.equal, verdict
 
 

@@ -20,11 +20,12 @@ FUSED = {
     "shifted": {"attention": 2, "qkv": 2, "norm": 4, "embedding": 1, "linear": 6},
     "handtied": {"attention": 2, "qkv": 2, "glu": 2, "embedding": 1, "linear": 4},
     "sloped": {"attention": 2, "packed_qkv": 2, "norm": 2, "embedding": 1, "linear": 6},
+    "counting": {"attention": 2, "qkv": 2, "norm": 4, "embedding": 1, "linear": 6},
 }
 """What is there to be fused, counted by hand. The rotation of packed stays as it is, since the star in its call hides
 cos and sin; of the norms of oddnorm, the two that clip do; those of handtied call their weight a gain."""
 
-ONE_RANK = ("written", "shifted", "handtied", "sloped")
+ONE_RANK = ("written", "shifted", "handtied", "sloped", "counting")
 """Written without a thought of ranks: their code counts the heads of all, or they have no layers to share out."""
 
 

@@ -102,6 +102,7 @@ def _next_layer(module: Any) -> Any:
 GROUPED = "tfb_grouped"
 """Attribute of the class of a module that is a stack of linears, each for a group of rows: its GroupedLinearSpec."""
 
+
 @dataclass(frozen=True)
 class InlineNumbers:
     """What attention that a model writes out by itself was found to do; see AttentionSpec for the fields.
@@ -144,6 +145,49 @@ def key_biased_attention(
 def _measured(module: nn.Module) -> dict[str, Any]:
     numbers: InlineNumbers | None = getattr(module, "inline_numbers", None)
     return {} if numbers is None else {"scaling": numbers.scale, "is_causal": True, "inline": numbers}
+
+
+POSITIONS = "tfb_positions"
+"""Attribute of a module that numbers tokens itself: the positions [tokens] of the call that is running, or None."""
+
+_positions: list[torch.Tensor] = []
+
+
+def token_positions(module: nn.Module, counted: torch.Tensor, start: int) -> torch.Tensor:
+    """What stands where a model counted tokens [tokens] from `start`: their positions where those are known."""
+    positions = _known_positions(module)
+    if positions is None:
+        return counted
+    _check_count(counted.shape[0], positions)
+    return positions.to(counted.dtype) + start
+
+
+def token_rows(module: nn.Module, table: torch.Tensor, axis: int, start: int, taken: torch.Tensor) -> torch.Tensor:
+    """What stands where a model took rows [start : start + tokens] of `table` along `axis`: those of the positions."""
+    positions = _known_positions(module)
+    if positions is None:
+        return taken
+    _check_count(taken.shape[axis], positions)
+    return table.index_select(axis, positions + start)
+
+
+def _known_positions(module: nn.Module) -> torch.Tensor | None:
+    return _positions[-1] if _positions else getattr(module, POSITIONS, None)
+
+
+def _check_count(count: int, positions: torch.Tensor) -> None:
+    if _positions and count != positions.shape[0]:
+        raise RuntimeError(f"it counts {count} things where there are {positions.shape[0]} tokens")
+
+
+@contextmanager
+def positions_given(positions: torch.Tensor) -> Iterator[None]:
+    """While planning: let modules that number tokens themselves use `positions` [tokens]."""
+    _positions.append(positions)
+    try:
+        yield
+    finally:
+        _positions.pop()
 
 
 def unattended(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +19,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tfbackend.graph.counted import CountedTokens
+from tfbackend.graph.counted import Count, CountedTokens
 from tfbackend.graph.interface import (
     RUN_ERRORS,
     answering,
     buffers_on_meta,
     call_on_meta,
     passing_experts,
+    positions_given,
     unattended,
 )
 from tfbackend.graph.masks import Masks, MaskWindow, masks_that_answer, read_mask
@@ -82,7 +83,9 @@ class Observation:
         modules: the modules of `made` by path.
         problem: why the run ended early, "" if it did not.
         reads_values: whether it ended where the model asked for the values of a tensor, which on meta has none.
-        counting: paths of modules whose query, key or value depends on a count of tokens that the model made.
+        counting: paths of modules whose query, key or value depends on a count of tokens that the model made; "" where
+        what the model gives does.
+        counts: where it made those.
         inline: module path -> how often it weighs tokens against tokens by itself, beside the attention interface.
         masks: what the masks of the run hide.
         looped: classes of modules that go through their experts by themselves, and were answered for.
@@ -103,6 +106,7 @@ class Observation:
     problem: str = ""
     reads_values: bool = False
     counting: list[str] = field(default_factory=list)
+    counts: list[Count] = field(default_factory=list)
     inline: dict[str, int] = field(default_factory=dict)
     masks: Masks = field(default_factory=dict)
     looped: set[type[nn.Module]] = field(default_factory=set)
@@ -119,12 +123,19 @@ class Observation:
             return None
         return [isinstance(x, torch.Tensor) and self.read.get(id(x), 0) <= self.returned[path] for x in output]
 
+    def note_counts(self, path: str, counted: CountedTokens, values: Iterable[torch.Tensor]) -> None:
+        """Note where what `values` of the module at `path` were computed from was counted."""
+        if counts := [count for x in values for count in counted.behind(x)]:
+            self.counting.append(path)
+            self.counts += [count for count in dict.fromkeys(counts) if count not in self.counts]
+
 
 def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
     """Run the base model once over meta tokens, as the engine will call it: flat positions, no cache."""
     seen = Observation()
     paths = {id(module): path for path, module in base.named_modules()}
-    counted = CountedTokens(tokens)
+    running: list[tuple[str, nn.Module]] = []
+    counted: CountedTokens
 
     def record(
         module: nn.Module,
@@ -140,11 +151,9 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
         call = AttentionCall(query.shape, key.shape, value.shape, window, problem, keywords)
         path = paths.get(id(module), "?")
         seen.attention.setdefault(path, []).append(call)
-        if any(x in counted for x in (query, key, value)):
-            seen.counting.append(path)
+        seen.note_counts(path, counted, (query, key, value))
         return unattended(module, query, key, value)
 
-    running: list[tuple[str, nn.Module]] = []
     with (
         torch.no_grad(),
         buffers_on_meta(base),
@@ -153,13 +162,21 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
         _calls_into(seen, base, running),
     ):
         inputs = model_inputs(base, torch.device("meta"), tokens)
+        counted = CountedTokens(tokens, running, (*base.parameters(), *base.buffers()))
         try:
-            with counted, _Operations(seen, running, tokens):
-                base(**inputs)
+            with positions_given(_row_of(inputs)), counted, _Operations(seen, running, tokens):
+                output = base(**inputs)
+            if not seen.inline:  # a bias that is still there makes all depend on a count, and goes with its attention
+                seen.note_counts("", counted, [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)][:1])
         except RUN_ERRORS as error:
             seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
             seen.reads_values = reads_values(error)
     return seen
+
+
+def _row_of(inputs: dict[str, Any]) -> torch.Tensor:
+    """Positions [tokens] of a call, as a tensor that no model has counted."""
+    return torch.zeros_like(inputs["input_ids"][0])
 
 
 def _place_of(error: BaseException) -> str:

@@ -186,7 +186,7 @@ class _Recorder:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self.code:
             frame = frame.f_back
-        return None if frame is None else _span_of(frame)
+        return None if frame is None else span_of(frame)
 
     def frames(self) -> tuple[Frame, ...]:
         """Every running function from here out to the forward."""
@@ -194,7 +194,7 @@ class _Recorder:
         found: list[Frame] = []
         while frame is not None:
             tensors = {name: x for name, x in frame.f_locals.items() if isinstance(x, torch.Tensor)}
-            found.append(Frame(frame.f_code, _span_of(frame), tensors))
+            found.append(Frame(frame.f_code, span_of(frame), tensors))
             if frame.f_code is self.code:
                 return tuple(found)
             frame = frame.f_back
@@ -220,10 +220,11 @@ def frame_of(code: CodeType) -> Frame | None:
     if frame is None:
         return None
     tensors = {name: x for name, x in frame.f_locals.items() if isinstance(x, torch.Tensor)}
-    return Frame(code, _span_of(frame), tensors)
+    return Frame(code, span_of(frame), tensors)
 
 
-def _span_of(frame: FrameType) -> Span | None:
+def span_of(frame: FrameType) -> Span | None:
+    """The expression that a frame is at."""
     line, end_line, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if line is None or end_line is None or column is None or end_column is None:
         return None

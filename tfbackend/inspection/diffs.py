@@ -29,7 +29,7 @@ def forward_diffs(meta: MetaModel, plan: Plan) -> tuple[ForwardDiff, ...]:
         groups.setdefault((type(meta.base.get_submodule(path)), after), []).append(path)
     found = []
     for (cls, after), paths in groups.items():
-        source = function_source(inspect.unwrap(getattr(cls, defined_name(after))))
+        source = function_source(inspect.unwrap(getattr(cls, defined_name(after))), with_super=True)
         lines = difflib.unified_diff(
             source.text.splitlines(),
             after.splitlines(),

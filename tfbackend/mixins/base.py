@@ -100,8 +100,15 @@ class Base(nn.Module):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [tokens, hidden]."""
-        rows: torch.Tensor = self.model.get_input_embeddings()(input_ids)
+        rows: torch.Tensor = self.input_embedding()(input_ids)
         return rows
+
+    def input_embedding(self) -> nn.Module:
+        """The vocabulary embedding as it is served. The full model names it; not every base model can."""
+        path = self.plan.embedding_path
+        path = path.removeprefix(f"{self.plan.base_path}.") if self.plan.base_path else path
+        base: nn.Module = self.model
+        return base.get_submodule(path)
 
     def forward(
         self,

@@ -45,7 +45,7 @@ class CausalMixin(Base):
         self._build_around(built)
 
     def _tie(self, built: meta.MetaModel) -> None:
-        table = self.model.get_input_embeddings()
+        table = self.input_embedding()
         if not isinstance(table, VocabParallelEmbedding):
             raise UnsupportedModelError(
                 "The head shares the table of an embedding that could not be replaced.",

@@ -9,7 +9,7 @@ from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 
-from tfbackend.graph.interface import LAYERS
+from tfbackend.graph.interface import LAYERS, POSITIONS
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
@@ -26,6 +26,7 @@ class Decoder(nn.Module):
         self.keywords: dict[str, Any] = {}
         self.numbered = True
         self._repeated: list[Any] = []
+        self._numbering: list[Any] = []
 
     def serve(self, base: nn.Module, keywords: dict[str, Any]) -> None:
         """Attach the base model and the keywords of its calls; `position_ids`, where it is one, is given anew each
@@ -34,6 +35,7 @@ class Decoder(nn.Module):
         self.keywords = {name: value for name, value in keywords.items() if name != "position_ids"}
         self.numbered = "position_ids" in keywords
         self._repeated = [module for module in base.modules() if hasattr(module, LAYERS)]
+        self._numbering = [module for module in base.modules() if hasattr(module, POSITIONS)]
 
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
@@ -49,7 +51,11 @@ class Decoder(nn.Module):
             inputs["position_ids"] = positions.unsqueeze(0)
         for module in self._repeated:
             module.tfb_attention_calls = 0
+        for module in self._numbering:
+            module.tfb_positions = positions
         output = self.base(**inputs, **self.keywords)
+        for module in self._numbering:  # so that no call is left with those of another
+            module.tfb_positions = None
         for module in self._repeated:
             if module.tfb_attention_calls != len(module.tfb_attention_layers):
                 raise RuntimeError("attention was called less often than when it was planned")

@@ -170,14 +170,17 @@ def forward_source(cls: type[nn.Module]) -> ForwardSource:
     return source
 
 
-def function_source(function: Callable[..., Any]) -> ForwardSource:
+def function_source(function: Callable[..., Any], *, with_super: bool = False) -> ForwardSource:
     """The source of a method.
+
+    Args:
+        with_super: whether it may say `super()`, which source.supers has edits for.
 
     Raises:
         SourceError: there is none, or it cannot be compiled elsewhere.
     """
     source = _parse(function)
-    if function.__code__.co_freevars:
+    if function.__code__.co_freevars and not (with_super and function.__code__.co_freevars == ("__class__",)):
         raise SourceError(f"{function.__qualname__} closes over {', '.join(function.__code__.co_freevars)}")
     if not _positional(source.tree):
         raise SourceError(f"{function.__qualname__} does not name its module")
@@ -186,6 +189,21 @@ def function_source(function: Callable[..., Any]) -> ForwardSource:
         if name not in function.__globals__ and not hasattr(builtins, name):
             raise SourceError(f"{function.__qualname__} has a default, {name}, that only its class body knew")
     return source
+
+
+def owner_name(method: str) -> str:
+    """What the text of a method calls the class that it was written in."""
+    return f"_Owner_{method}"
+
+
+def _owners(originals: dict[str, Any]) -> dict[str, Any]:
+    """What texts call the classes that methods were written in -> the classes."""
+    owners = {}
+    for name, original in originals.items():
+        free = original.__code__.co_freevars
+        if "__class__" in free:
+            owners[owner_name(name)] = original.__closure__[free.index("__class__")].cell_contents
+    return owners
 
 
 def keep_defaults(made: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,7 +244,7 @@ def generate_class(cls: type[nn.Module], texts: str | Sequence[str], directory: 
     for original in originals.values():
         vars(module).update(original.__globals__)
     vars(module).update(kept)
-    vars(module)["_Base"] = cls
+    vars(module).update(_owners(originals), _Base=cls)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     made = vars(module)[cls.__name__]
@@ -237,13 +255,18 @@ def generate_class(cls: type[nn.Module], texts: str | Sequence[str], directory: 
     return made
 
 
-_OURS = ("inline_attention", "key_biased_attention")
-"""Functions of graph/interface.py that edited texts call."""
+_HELPERS = {
+    "inline_attention": "inline_attention",
+    "key_biased_attention": "key_biased_attention",
+    "tfb_token_positions": "token_positions as tfb_token_positions",
+    "tfb_token_rows": "token_rows as tfb_token_rows",
+}
+"""What edited texts call -> how it is imported from tfbackend.graph.interface."""
 
 
 def _imports(body: str) -> str:
-    called = [name for name in _OURS if f"{name}(" in body]
-    return f"from tfbackend.graph.interface import {', '.join(called)}\n\n\n" if called else ""
+    names = [spelled for name, spelled in _HELPERS.items() if f"{name}(" in body]
+    return f"from tfbackend.graph.interface import {', '.join(names)}\n\n\n" if names else ""
 
 
 def defined_name(text: str) -> str:
