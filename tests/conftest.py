@@ -8,3 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the helpers are 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["COLUMNS"] = "100"  # what the width of a terminal decides is the same wherever the tests run

@@ -259,14 +259,14 @@ class AttentionSpec:
         head_dim, v_head_dim: width of a query/key head and of a value head.
         scale: multiplies q.k before the softmax.
         window: how many latest tokens, itself included, a token sees; None for all.
-        chunk: a token sees those of its own chunk of so many only, the first beginning at the first token; None for no
-            chunks.
         soft_cap: cap * tanh(score / cap) on the scaled scores; None for no cap.
         sinks: attribute of the site that holds one sink logit per head, or None.
         alibi_slopes: per head over all ranks, what is taken off a score for each token that the key is farther; or
             None.
         key_bias: whether each key has a bias for each KV head, [1, KV heads, tokens], added to its scaled scores.
         max_context: tokens of the longest context in which the original attends as this does; None for any.
+        chunk: a token sees those of its own chunk of so many only, the first beginning at the first token; None for no
+            chunks.
     """
 
     num_heads: int
@@ -275,12 +275,12 @@ class AttentionSpec:
     v_head_dim: int
     scale: float
     window: int | None = None
-    chunk: int | None = None
     soft_cap: float | None = None
     sinks: str | None = None
     alibi_slopes: tuple[float, ...] | None = None
     key_bias: bool = False
     max_context: int | None = None
+    chunk: int | None = None
 
     @property
     def cached_dim(self) -> int:

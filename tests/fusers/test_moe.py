@@ -157,7 +157,7 @@ class Block(nn.Module):
 class Shared(Block):
     def __init__(self):
         super().__init__()
-        self.always = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH))
+        self.always = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH, bias=False))
 
     def forward(self, x):
         flat = x.view(-1, WIDTH)

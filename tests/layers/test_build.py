@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.layers.variants import INVISIBLE, TABLE, close, context, inputs, live, others, ready, reference
 from tfbackend.expertspec import ExpertsSpec
+from tfbackend.groupedspec import GroupedLinearSpec
 from tfbackend.layers.build import _BUILDERS, build_layer, local_sizes, own_slopes
 from tfbackend.layerspecs import (
     ActMulSpec,
@@ -20,6 +21,7 @@ from tfbackend.layerspecs import (
     QKVSpec,
     RotarySpec,
 )
+from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 
@@ -29,7 +31,8 @@ SPECS = list(dict.fromkeys([spec for spec, _ in TABLE] + [other for _, _, other 
 
 # Rotary layers, experts, whole blocks of them and biased keys have files of their own, and what is left of picking keys
 # computes nothing; all attention else runs in an engine, see tests/serve.
-ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, ExpertsSpec, MoESpec, AllKeysSpec}
+ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, AllKeysSpec}
+ELSEWHERE |= {ExpertsSpec, MoESpec, DenseExpertsSpec, LoopedExpertsSpec, GroupedLinearSpec}
 
 
 def test_every_builder_and_every_field_is_in_the_table():

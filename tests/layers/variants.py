@@ -15,6 +15,7 @@ from tfbackend.layers.context import BuildContext
 from tfbackend.layerspecs import (
     COLWISE,
     LINEAR_STYLES,
+    ROWWISE_PARTIAL,
     ActMulSpec,
     EmbeddingSpec,
     LayerSpec,
@@ -29,7 +30,9 @@ TOKENS = 5
 Table = list[tuple[LayerSpec, dict[str, tuple[Any, ...]]]]
 
 TABLE: Table = [
-    (LinearSpec(32, 48, True), {"in_features": (64,), "out_features": (24,), "bias": (False,), "style": LINEAR_STYLES}),
+    (LinearSpec(32, 48, True), {"in_features": (64,), "out_features": (24,), "bias": (False,),
+                                 "style": tuple(s for s in LINEAR_STYLES if s != ROWWISE_PARTIAL)}),
+    (LinearSpec(32, 48, False), {"style": (ROWWISE_PARTIAL,)}),  # vLLM's layer takes no bias in this style
     (MergedLinearSpec(32, (48, 16), True), {"in_features": (64,), "out_features": ((48, 32), (8, 8, 24)),
                                             "bias": (False,), "style": (COLWISE,)}),
     (QKVSpec(32, 16, 16, 4, 2, True), {"in_features": (64,), "head_dim": (32,), "v_head_dim": (32,), "num_heads": (8,),

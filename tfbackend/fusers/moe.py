@@ -113,7 +113,10 @@ def _paths(module: nn.Module, child: str) -> list[str]:
 
 
 def _last_linear(site: Site, shared: str) -> str:
-    """The linear that gives what the shared expert gives, relative to the site; "" if there is no such one."""
+    """The linear that gives what the shared expert gives, relative to the site; "" if there is none.
+
+    One with a bias is none: ranks that leave its sum to others would each have added it.
+    """
     calls = site.observation.calls.get(f"{site.kind.first}.{shared}", [])
     if len(calls) != 1:
         return ""
@@ -123,7 +126,8 @@ def _last_linear(site: Site, shared: str) -> str:
     if not traced.complete or not isinstance(last, fx.Node) or last.op != "call_module":
         return ""
     name = str(last.target)
-    return f"{shared}.{name}" if linear_shape(module.get_submodule(name)) is not None else ""
+    shape = linear_shape(module.get_submodule(name))
+    return f"{shared}.{name}" if shape is not None and not shape.bias else ""
 
 
 def _edit(source: ForwardSource, name: str, reading: BlockReading, beyond: int, *, apart: bool) -> Edit:
