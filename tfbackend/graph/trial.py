@@ -45,7 +45,7 @@ def plain_float32() -> Iterator[None]:
 
 
 class _LowRank(nn.Linear):
-    """A linear of the true shape whose weight is the product of two narrow matrices; its weight is never formed."""
+    """A linear of the true shape whose weight is the product of two narrow matrices, formed only where it is read."""
 
     def __init__(self, like: nn.Linear, generator: torch.Generator) -> None:
         nn.Module.__init__(self)
@@ -54,6 +54,10 @@ class _LowRank(nn.Linear):
         self.wide = nn.Parameter(torch.randn(like.out_features, RANK, generator=generator))
         bias = torch.randn(like.out_features, generator=generator) if like.bias is not None else None
         self.bias = nn.Parameter(bias) if bias is not None else None
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return self.wide @ self.narrow
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(x, self.narrow), self.wide, self.bias)
