@@ -94,13 +94,18 @@ def decide(
     directory: Path | None = None,
     budget: float = 60.0,
     mla: MLASizes | str = MLA_OFF,
+    stateless: str = "",
 ) -> Decision:
     """Plan a model of the modules that `build` makes."""
     with init_empty_weights(include_buffers=False):
         base = OneSite([make() for make in build], tp_plan=tp_plan)
     base.eval()
     serving = ServingSpec(
-        tp_size=tp_size, quantization=quantization, sequence_parallel_moe=sequence_parallel_moe, mla=mla
+        tp_size=tp_size,
+        quantization=quantization,
+        sequence_parallel_moe=sequence_parallel_moe,
+        mla=mla,
+        stateless=stateless,
     )
     return Decision(base, serving, Prover(directory, budget))
 

@@ -33,7 +33,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 
-SPECS = {"expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec", "tablespec"}
+SPECS = {"expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec", "statespec", "tablespec"}
 
 PLANS = (
     BLOCKED
@@ -103,6 +103,7 @@ def test_nothing_comes_from_the_backend_that_vllm_brings(path):
         ("moespec.py", {"expertspec"}),
         ("mlaspec.py", {"serving"}),
         ("layerspecs.py", {"activations", *SPECS}),
+        ("statespec.py", set()),
         ("tablespec.py", set()),
         ("source/edits.py", {"errors"}),
         ("source/forward.py", set()),

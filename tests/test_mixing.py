@@ -99,14 +99,48 @@ def test_result_is_remembered(tmp_path):
     assert prover.counts == (0, 0), "it is no proof of a rewrite"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "fields", "where"),
-    [
-        ("falcon_h1", {}, "layers.0.mamba"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96}, "layers.0.conv"),
-    ],
-)
-def test_hybrid_models_are_refused_until_their_state_is_kept(model_type, fields, where):
+HYBRIDS = [
+    ("falcon_h1", {}, "layers.0.mamba"),
+    ("lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96}, "layers.0.conv"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "fields", "where"), HYBRIDS)
+def test_hybrid_models_are_refused_where_their_state_is_not_kept(model_type, fields, where):
     meta = build(CONFIG_MAPPING[model_type](**SIZES, **fields), torch.float32)
-    with pytest.raises(UnsupportedModelError, match=where):
-        make_plan(meta, ServingSpec())
+    with pytest.raises(UnsupportedModelError, match=where) as caught:
+        make_plan(meta, ServingSpec(stateless="no room is left"))
+    assert "no room is left" in str(caught.value)
+
+
+@pytest.mark.parametrize(("model_type", "fields", "where"), HYBRIDS)
+def test_what_has_a_state_is_not_refused(model_type, fields, where):
+    meta = build(CONFIG_MAPPING[model_type](**SIZES, **fields), torch.float32)
+    assert where in dict(make_plan(meta, ServingSpec()).state)
+
+
+def test_layer_is_judged_without_the_mixer_that_has_a_state():
+    """What else is in the layer must not mix either."""
+    base = OneSite([Layer().to("meta")]).eval().to("meta")
+    seen = observe(base)
+    kept = frozenset({"site.mixer"})
+    assert dict(mixing_modules(base, "", seen, Prover(None), kept)) == {}
+    base.site.good = nn.Sequential(Convolution(), GLU()).to("meta")
+    seen = observe(base)
+    (where,) = dict(mixing_modules(base, "", seen, Prover(None), kept))
+    assert where in ("site.good.0", "site.good.0.conv")
+
+
+class WeightReader(nn.Module):
+    """Reads the weight of a linear that is too wide to be filled for a trial, and mixes tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.wide = nn.Linear(WIDTH, 1 << 11), nn.Linear(1 << 11, 1 << 11)
+
+    def forward(self, x):
+        return (self.into(x) @ self.wide.weight).cumsum(1)[..., :WIDTH]
+
+
+def test_mixer_that_reads_a_wide_weight_is_seen():
+    assert list(found(WeightReader())) == ["site"]

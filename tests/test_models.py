@@ -34,6 +34,74 @@ EXPECTED = {
         "typing.Generic",
         "builtins.object",
     ],
+    "TransformersHybridForCausalLM": [
+        "tfbackend.models.TransformersHybridForCausalLM",
+        "tfbackend.mixins.hybrid.HybridMixin",
+        "tfbackend.mixins.hybrid.StateMixin",
+        "tfbackend.mixins.causal.CausalMixin",
+        "tfbackend.mixins.base.Base",
+        "torch.nn.modules.module.Module",
+        "vllm.model_executor.models.interfaces.SupportsLoRA",
+        "vllm.model_executor.models.interfaces.SupportsQuant",
+        "vllm.model_executor.models.interfaces.HasInnerState",
+        "vllm.model_executor.models.interfaces.IsHybrid",
+        "vllm.model_executor.models.interfaces.SupportsMambaPrefixCaching",
+        "typing.Protocol",
+        "typing.Generic",
+        "builtins.object",
+    ],
+    "TransformersMoEHybridForCausalLM": [
+        "tfbackend.models.TransformersMoEHybridForCausalLM",
+        "tfbackend.mixins.moe.MoEMixin",
+        "tfbackend.mixins.hybrid.HybridMixin",
+        "tfbackend.mixins.hybrid.StateMixin",
+        "tfbackend.mixins.causal.CausalMixin",
+        "tfbackend.mixins.base.Base",
+        "torch.nn.modules.module.Module",
+        "vllm.model_executor.models.interfaces.SupportsLoRA",
+        "vllm.model_executor.models.interfaces.SupportsQuant",
+        "vllm.model_executor.models.interfaces.MixtureOfExperts",
+        "vllm.model_executor.models.interfaces.HasInnerState",
+        "vllm.model_executor.models.interfaces.IsHybrid",
+        "vllm.model_executor.models.interfaces.SupportsMambaPrefixCaching",
+        "typing.Protocol",
+        "typing.Generic",
+        "builtins.object",
+    ],
+    "TransformersAttentionFreeForCausalLM": [
+        "tfbackend.models.TransformersAttentionFreeForCausalLM",
+        "tfbackend.mixins.hybrid.AttentionFreeMixin",
+        "tfbackend.mixins.hybrid.StateMixin",
+        "tfbackend.mixins.causal.CausalMixin",
+        "tfbackend.mixins.base.Base",
+        "torch.nn.modules.module.Module",
+        "vllm.model_executor.models.interfaces.SupportsLoRA",
+        "vllm.model_executor.models.interfaces.SupportsQuant",
+        "vllm.model_executor.models.interfaces.HasInnerState",
+        "vllm.model_executor.models.interfaces.IsAttentionFree",
+        "vllm.model_executor.models.interfaces.SupportsMambaPrefixCaching",
+        "typing.Protocol",
+        "typing.Generic",
+        "builtins.object",
+    ],
+    "TransformersMoEAttentionFreeForCausalLM": [
+        "tfbackend.models.TransformersMoEAttentionFreeForCausalLM",
+        "tfbackend.mixins.moe.MoEMixin",
+        "tfbackend.mixins.hybrid.AttentionFreeMixin",
+        "tfbackend.mixins.hybrid.StateMixin",
+        "tfbackend.mixins.causal.CausalMixin",
+        "tfbackend.mixins.base.Base",
+        "torch.nn.modules.module.Module",
+        "vllm.model_executor.models.interfaces.SupportsLoRA",
+        "vllm.model_executor.models.interfaces.SupportsQuant",
+        "vllm.model_executor.models.interfaces.MixtureOfExperts",
+        "vllm.model_executor.models.interfaces.HasInnerState",
+        "vllm.model_executor.models.interfaces.IsAttentionFree",
+        "vllm.model_executor.models.interfaces.SupportsMambaPrefixCaching",
+        "typing.Protocol",
+        "typing.Generic",
+        "builtins.object",
+    ],
 }
 
 
@@ -66,9 +134,23 @@ def test_no_protocol_initialises_before_the_module(name):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_names_are_those_that_vllm_compares(name):
+    """vLLM's own, and those that it is made to choose for models with state; test_plugin.py has the choice."""
     from vllm.model_executor.models import registry
 
-    assert name in registry._TRANSFORMERS_BACKEND_MODELS
+    plain = name.replace("Hybrid", "").replace("AttentionFree", "")
+    assert plain in registry._TRANSFORMERS_BACKEND_MODELS
+    assert (name in registry._TRANSFORMERS_BACKEND_MODELS) == (name == plain)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_vllm_reads_of_state_from_the_class(name):
+    from vllm.model_executor.models import interfaces
+
+    cls, stateful = getattr(models, name), "Hybrid" in name or "AttentionFree" in name
+    assert bool(interfaces.is_hybrid(cls)) == ("Hybrid" in name)
+    assert bool(interfaces.is_attention_free(cls)) == ("AttentionFree" in name)
+    assert bool(interfaces.has_inner_state(cls)) == stateful
+    assert bool(interfaces.supports_mamba_prefix_caching(cls)) == stateful
 
 
 def test_mixins_call_super_once_and_name_no_parent():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfbackend.errors import VersionError
-from tfbackend.plugin import _CLASSES, _admit, check_versions
+from tfbackend.plugin import _ATTENTION_FREE, _CLASSES, _admit, _choose, check_versions
 
 vllm_registry = pytest.importorskip("vllm.model_executor.models.registry")
 
@@ -41,11 +41,20 @@ start = time.perf_counter()
 register()
 print("took", time.perf_counter() - start)
 once = type(ModelRegistry)._try_resolve_transformers
+chooser = vllm.config.ModelConfig._get_transformers_backend_cls
 register()
 print("registered", where())
 print("wrapped-once", type(ModelRegistry)._try_resolve_transformers is once)
 print("bloom", resolved("BloomForCausalLM", "TransformersForCausalLM"))
 print("bloom-pooling", resolved("BloomForCausalLM", "TransformersForSequenceClassification"))
+print("resolved-before", resolved("TransformersHybridForCausalLM", "TransformersHybridForCausalLM"))
+from vllm.config import CompilationConfig, ModelConfig
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+print("splits", CompilationConfig._attention_ops.count("vllm::tfbackend_state"))
+print("state-backend", MambaAttentionBackendEnum.CUSTOM.get_path())
+print("set-up", [n for n in MODELS_CONFIG_MAP if n.startswith("Transformers")])
+print("chooses-once", ModelConfig._get_transformers_backend_cls is chooser)
 print("imported", [name for name in ("tfbackend.models", "tfbackend.plan") if name in sys.modules])
 print("devices", __import__("torch").cuda.is_initialized())
 """
@@ -79,6 +88,50 @@ def test_models_that_write_attention_out_are_admitted_to_our_classes_only(said):
     assert said["wrapped-once"] == "True"
     assert said["bloom-disabled"] == refused
     assert said["untouched"] == "True"
+
+
+def test_layers_with_state_are_made_known_once(said):
+    assert said["resolved-before"] == "TransformersHybridForCausalLM", "vLLM asks for the resolved name again"
+    assert said["splits"] == "1", "CUDA graphs must not be captured over the op"
+    assert said["state-backend"] == "tfbackend.layers.state.StateBackend"
+    assert said["set-up"] == str(list(_ATTENTION_FREE))
+    assert said["chooses-once"] == "True"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "plain", "chosen"),
+    [
+        ("llama", {}, "TransformersForCausalLM", "TransformersForCausalLM"),
+        ("gemma2", {}, "TransformersForCausalLM", "TransformersForCausalLM"),
+        ("mamba2", {}, "TransformersForCausalLM", "TransformersAttentionFreeForCausalLM"),
+        ("falcon_h1", {}, "TransformersForCausalLM", "TransformersHybridForCausalLM"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention"]},
+            "TransformersForCausalLM",
+            "TransformersHybridForCausalLM",
+        ),
+        ("lfm2", {"layer_types": ["full_attention"] * 2}, "TransformersForCausalLM", "TransformersForCausalLM"),
+        ("jamba", {}, "TransformersMoEForCausalLM", "TransformersMoEHybridForCausalLM"),
+        ("mamba2", {}, "TransformersForSequenceClassification", "TransformersForSequenceClassification"),
+    ],
+)
+def test_class_is_chosen_by_the_cache_of_transformers(model_type, fields, plain, chosen):
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type](**({"num_hidden_layers": 2} if fields else {}), **fields)
+
+    class Config:
+        hf_config = config
+
+        def _get_transformers_backend_cls(self):
+            return plain
+
+    _choose(Config)
+    once = Config._get_transformers_backend_cls
+    _choose(Config)
+    assert Config._get_transformers_backend_cls is once
+    assert Config()._get_transformers_backend_cls() == chosen
 
 
 def test_compatibility_is_claimed_no_longer_than_it_takes_to_resolve():

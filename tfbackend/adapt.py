@@ -39,7 +39,18 @@ def serving_spec(config: VllmConfig) -> ServingSpec:
         device=config.device_config.device_type,
         compiled=config.compilation_config.mode != CompilationMode.NONE,
         mla=mla_sizes(config),
+        stateless=_stateless(config),
     )
+
+
+def _stateless(config: VllmConfig) -> str:
+    """Why vLLM keeps no state of a request, "" where it does."""
+    if config.num_speculative_tokens:
+        return "speculative decoding takes back tokens, and its state cannot be taken back"
+    model = config.model_config
+    if not (model.is_hybrid or model.is_attention_free):
+        return "Transformers' cache for its config has no state"
+    return ""
 
 
 def build_context(config: VllmConfig) -> BuildContext:

@@ -10,7 +10,7 @@ Each kind of layer runs once in plain torch on random weights, with an attention
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,22 +32,26 @@ _CHANGED = 2
 _TOLERANCE = 1e-5
 
 
-def mixing_modules(base: nn.Module, layers: str, observation: Observation, prover: Prover) -> Iterator[tuple[str, str]]:
+def mixing_modules(
+    base: nn.Module, layers: str, observation: Observation, prover: Prover, kept: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
     """(path, what was seen) of every module that lets tokens see each other, each kind looked at once.
 
     Looks into the decoder layers, at path `layers`, and what the base model calls beside them; not at what picks keys
-    for attention, of which nothing is left.
+    for attention, of which nothing is left. Modules at the paths `kept` have a state of their own for each request:
+    they stand as if each token saw itself alone.
     """
     left = observation.selection.makers if isinstance(observation.selection, Selection) else frozenset[str]()
     seen: dict[Any, str] = {}
     for path, module in _parts(base, layers):
-        if path not in observation.calls or rescales(module):
+        if path in kept or path not in observation.calls or rescales(module):
             continue
-        key = kind_key(module, observation.calls[path])
+        inside = tuple(name for name, _ in module.named_modules() if f"{path}.{name}" in kept)
+        key = kind_key(module, observation.calls[path]), inside
         if key not in seen:
             without = [maker.removeprefix(path) for maker in sorted(left) if maker.startswith(f"{path}.")]
-            lasting = f"tokens-{module_key(module, observation.calls[path])}{''.join(without)}"
-            seen[key] = prover.once(lasting, partial(_innermost, base, path, observation, left))
+            lasting = "-".join((f"tokens-{module_key(module, observation.calls[path])}{''.join(without)}", *inside))
+            seen[key] = prover.once(lasting, partial(_innermost, base, path, observation, left, kept))
         if seen[key]:
             inner, _, found = seen[key].partition(": ")
             yield f"{path}{inner}", found
@@ -62,38 +66,71 @@ def _parts(base: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
         yield from ((f"{layers}.{name}", child) for name, child in stack.named_children())
 
 
-def _innermost(base: nn.Module, path: str, observation: Observation, left: frozenset[str] = frozenset()) -> str:
+def _innermost(
+    base: nn.Module, path: str, observation: Observation, left: frozenset[str], kept: Collection[str]
+) -> str:
     """ "<path below `path`>: what was seen" of the smallest module that mixes tokens; "" if none does."""
+    if path in kept:
+        return ""
     module = base.get_submodule(path)
     without = [maker.removeprefix(f"{path}.") for maker in left if maker.startswith(f"{path}.")]
-    found = "" if path in left else _mixes(module, observation.calls[path][0], without)
+    alone = {n: observation.outputs[f"{path}.{n}"] for n, _ in module.named_modules() if f"{path}.{n}" in kept}
+    found = "" if path in left else _mixes(module, observation.calls[path][0], without, alone)
     if not found:
         return ""
     for name, _ in module.named_modules():
         inner = f"{path}.{name}"
-        if name and observation.calls.get(inner) and (deeper := _innermost(base, inner, observation, left)):
+        if name and observation.calls.get(inner) and (deeper := _innermost(base, inner, observation, left, kept)):
             return f".{name}{deeper}"
     return f": {found}"
 
 
-def _mixes(module: nn.Module, call: Any, without: Sequence[str] = ()) -> str:
-    """How the output at some token follows another token; "" where it does not, or where that cannot be tried."""
+class _EachAlone(nn.Module):
+    """Gives what a module with a state gave in the observed run, made of the token itself alone."""
+
+    def __init__(self, like: Any) -> None:
+        super().__init__()
+        self.like = like
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tokens = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and _axis(x) == 1)
+        summed = tokens.flatten(2).sum(-1)
+
+        def spread(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            wide = summed.view(*summed.shape, *[1] * (x.dim() - 2)).expand(x.shape)
+            return torch.sin(wide + torch.arange(x.shape[-1]))
+
+        return tree_map(spread, self.like)
+
+
+def _mixes(module: nn.Module, call: Any, without: Sequence[str], alone: Mapping[str, Any]) -> str:
+    """How the output at some token follows another token; "" where it does not, or where that cannot be tried.
+
+    `without` are modules inside that pick keys; `alone` has what those inside that have a state gave in the observed
+    run.
+    """
     for masked in (False, True):
         try:
-            before, after = _both(module, call, without, masked)
+            before, after = _both(module, call, without, alone, masked)
         except RUN_ERRORS:
             continue
         return _followed(before, after)
     return ""
 
 
-def _both(module: nn.Module, call: Any, without: Sequence[str], masked: bool) -> tuple[Any, Any]:
+def _both(
+    module: nn.Module, call: Any, without: Sequence[str], alone: Mapping[str, Any], masked: bool
+) -> tuple[Any, Any]:
     """What the module gives, and what it gives with one token changed."""
     generator = torch.Generator().manual_seed(21)
     with torch.no_grad(), plain_float32(), answering(_attend_to_itself):
         original = materialise(module, generator)
         for name in without:
             vars(original.get_submodule(name))["forward"] = AllKeys().forward
+        for name, output in alone.items():
+            original.set_submodule(name, _EachAlone(output))
         inputs = random_inputs(call, original, generator, masked=masked)
         forward = inspect.unwrap(type(original).forward)
         before = forward(original, *copied(inputs[0]), **copied(inputs[1]))

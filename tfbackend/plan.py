@@ -52,6 +52,7 @@ from tfbackend.refusals import (
 from tfbackend.serving import ServingSpec
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import defined_name
+from tfbackend.statespec import StateSpec
 
 _STYLES = {
     "colwise": COLWISE,
@@ -129,6 +130,14 @@ class Plan:
     def max_context(self) -> int | None:
         """Tokens of the longest context in which every layer attends as Transformers' does; None for any."""
         return min((spec.max_context for _, spec in self.attention if spec.max_context is not None), default=None)
+
+    @property
+    def state(self) -> Iterator[tuple[str, StateSpec]]:
+        """(site, spec) of every mixer that keeps state."""
+        for rewrite in self.rewrites:
+            for _, spec in rewrite.children:
+                if isinstance(spec, StateSpec):
+                    yield rewrite.qualname, spec
 
     @property
     def counts(self) -> Counter[str]:
@@ -217,7 +226,10 @@ def _decide(
     refusals += context_refusals(plan, serving)
     refusals += experts_refusals(plan, serving)
     refusals += looped_refusals(base, plan, observation)
-    refusals += map(mixing_refusal, mixing_modules(base, plan.layers, observation, prover))
+    kept = frozenset(path for path, _ in plan.state)
+    missed = {miss.qualname: miss.reason for miss in misses if miss.fuser == "state"}
+    for path, found in mixing_modules(base, plan.layers, observation, prover, kept):
+        refusals.append(mixing_refusal(path, found, missed.get(path, "")))
     if numbered.problem:
         refusals.append(positions_refusal((observation.counting or numbered.modules)[0], numbered.problem))
     if table := numbers_by_tokens(base, planner.vocabulary):

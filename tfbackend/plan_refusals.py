@@ -33,7 +33,7 @@ def attention_refusals(
                 where=path,
                 found="; ".join(reasons) or "no reason was given",
             )
-    if not observation.attention and not inlined.problems:
+    if not observation.attention and not inlined.problems and not any(plan.state):
         yield UnsupportedModelError(
             "No layer of the model calls Transformers' attention interface.",
             where=plan.architecture,

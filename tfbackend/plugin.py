@@ -13,7 +13,10 @@ from typing import Any
 SUPPORTED_VLLM = ((0, 32), (0, 33))
 SUPPORTED_TRANSFORMERS = (5, 16)
 
-_CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+_PLAIN = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+_ATTENTION_FREE = ("TransformersAttentionFreeForCausalLM", "TransformersMoEAttentionFreeForCausalLM")
+_CLASSES = (*_PLAIN, "TransformersHybridForCausalLM", "TransformersMoEHybridForCausalLM", *_ATTENTION_FREE)
+_STATE_BACKEND, _STATE_OP = "tfbackend.layers.state.StateBackend", "vllm::tfbackend_state"
 
 
 def register() -> None:
@@ -34,13 +37,50 @@ def register() -> None:
     for name in _CLASSES:
         ModelRegistry.register_model(name, f"tfbackend.models:{name}")
     _admit(type(ModelRegistry))
+    _keep_state()
+
+
+def _keep_state() -> None:
+    """Let vLLM know the layers that keep state, and choose the classes that have them.
+
+    It reads from the class, and not from the model, whether a model keeps state. Which class it takes is the second
+    patch of vLLM: `_get_transformers_backend_cls` answers by the cache that Transformers has for the config.
+    """
+    from vllm.config import CompilationConfig, ModelConfig
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
+
+    register_backend(MambaAttentionBackendEnum.CUSTOM, _STATE_BACKEND, is_mamba=True)
+    if _STATE_OP not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append(_STATE_OP)
+    # vLLM sets up the cache of hybrid classes by itself, that of attention-free ones by their names.
+    MODELS_CONFIG_MAP.update(dict.fromkeys(_ATTENTION_FREE, MambaModelConfig))
+    _choose(ModelConfig)
+
+
+def _choose(config_class: Any) -> None:
+    original = config_class._get_transformers_backend_cls
+    if getattr(original, "asks_for_state", False):
+        return
+
+    @wraps(original)
+    def choose(self: Any) -> str:
+        name: str = original(self)
+        if name not in _PLAIN:
+            return name
+        from tfbackend.graph.statecache import kept_by
+
+        return name.replace("ForCausalLM", f"{kept_by(self.hf_config)}ForCausalLM")
+
+    vars(choose)["asks_for_state"] = True
+    config_class._get_transformers_backend_cls = choose
 
 
 def _admit(registry: Any) -> None:
     """Let vLLM's registry resolve models whose classes do not name Transformers' attention interface.
 
     It refuses them before any model class is asked, because its own backend would have nothing to serve them with.
-    Ours reads their attention from what it does, and refuses by name what it cannot serve. This is the one patch of
+    Ours reads their attention from what it does, and refuses by name what it cannot serve. This is the first patch of
     vLLM: `_try_resolve_transformers` runs with the answer "compatible" where it is about to resolve to a class of
     ours, and as it was for all others.
     """
@@ -50,6 +90,8 @@ def _admit(registry: Any) -> None:
 
     @wraps(original)
     def resolve(self: Any, architecture: str, model_config: Any) -> Any:
+        if architecture in _CLASSES:  # resolved before
+            return architecture
         if model_config._get_transformers_backend_cls() not in _CLASSES:
             return original(self, architecture, model_config)
         with _compatible():

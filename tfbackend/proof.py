@@ -142,11 +142,15 @@ def _is_proof(key: str) -> bool:
     return "-" not in key
 
 
+_COMPARED = ("dense_experts", "state")
+"""Fusers that compare before they answer."""
+
+
 def needs_no_proof(rewrite: Rewrite) -> bool:
     """A linear for a linear, frequencies that are only held still, a choice that is none, an attention layer behind an
-    unchanged call and what only says how ranks share a linear have no two sides to compare; looped experts and stacks
-    of linears were read by comparing."""
-    if isinstance(rewrite.layer, (LoopedExpertsSpec, GroupedLinearSpec)) or rewrite.fuser == "dense_experts":
+    unchanged call and what only says how ranks share a linear have no two sides to compare; looped experts, stacks
+    of linears and mixers with their state were read by comparing."""
+    if isinstance(rewrite.layer, (LoopedExpertsSpec, GroupedLinearSpec)) or rewrite.fuser in _COMPARED:
         return True
     if isinstance(rewrite.layer, (AllKeysSpec, LinearSpec, FixedRopeSpec, GrownTableSpec)):
         return not rewrite.weights

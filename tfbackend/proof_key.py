@@ -116,6 +116,7 @@ def _own_files() -> list[Path]:
             "expertspec.py",
             "mlaspec.py",
             "tablespec.py",
+            "statespec.py",
             "mixing.py",
             "graph/trial.py",
         )

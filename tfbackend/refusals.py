@@ -28,11 +28,12 @@ def padding_refusal(path: str) -> UnsupportedModelError:
     )
 
 
-def mixing_refusal(found: tuple[str, str]) -> UnsupportedModelError:
+def mixing_refusal(path: str, found: str, reason: str) -> UnsupportedModelError:
+    """`reason` says why its state cannot be kept, "" where it was not seen to ask for any."""
     return UnsupportedModelError(
         "A module lets tokens see each other outside attention, so it needs a state that is not kept for it.",
-        where=found[0],
-        found=found[1],
+        where=path,
+        found=f"{found}; {reason}" if reason else found,
         remedy=NATIVE,
     )
 

@@ -51,6 +51,7 @@ class ServingSpec:
         device: "cpu", "cuda" ...: chooses between kernels, never between meanings.
         compiled: whether torch.compile will run over the decoder.
         mla: widths for which the engine has kernels over a cache of latents, or why it has none.
+        stateless: why the engine keeps no state of a request but keys and values; "" where it does.
     """
 
     dtype: torch.dtype = torch.float32
@@ -64,3 +65,4 @@ class ServingSpec:
     device: str = "cpu"
     compiled: bool = False
     mla: MLASizes | str = MLA_OFF
+    stateless: str = ""

@@ -22,8 +22,10 @@ from tfbackend.fusers.packed_qkv import PackedQKVFuser
 from tfbackend.fusers.qkv import QKVFuser
 from tfbackend.fusers.rope import RopeFuser
 from tfbackend.fusers.selection import SelectionFuser
+from tfbackend.fusers.state import StateFuser
 
 FUSERS: tuple[Fuser, ...] = (
+    StateFuser(),
     SelectionFuser(),
     MLAFuser(),
     LoopedExpertsFuser(),

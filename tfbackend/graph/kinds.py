@@ -137,7 +137,7 @@ def _outline(value: Any, tensor: Callable[[torch.Tensor], Any] = lambda t: (tupl
     return (type(value), value) if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
-_HANDING_OVER = ("update", "update_indexer")
+_HANDING_OVER = ("update", "update_indexer", "update_conv_state", "update_recurrent_state", "has_previous_state")
 """Methods of Transformers' caches that take the number of a layer to know it by."""
 
 
@@ -148,17 +148,20 @@ def branches_on(cls: type[nn.Module], attribute: str = _LAYER_NUMBER) -> bool:
         source = forward_source(cls)
     except SourceError:
         return True
-    handed = {
-        id(argument)
-        for call in ast.walk(source.tree)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _HANDING_OVER
-        for argument in call.args
-    }
+    handed = {id(argument) for node in ast.walk(source.tree) for argument in _handed_to_cache(node)}
     if any(id(use) not in handed for use in source.self_uses(attribute)):
         return True
     methods = (m for base in cls.__mro__ if base.__module__ != nn.Module.__module__ for m in vars(base).values())
     helpers = (m for m in map(_function, methods) if m is not None and m.__name__ not in ("__init__", source.name))
     return any(attribute in m.__code__.co_names for m in helpers)
+
+
+def _handed_to_cache(node: ast.AST) -> list[ast.expr]:
+    """What a node hands to a method of Transformers' cache, or picks one of its layers by."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _HANDING_OVER:
+        return [*node.args, *(keyword.value for keyword in node.keywords)]
+    picks = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "layers"
+    return [node.slice] if picks and isinstance(node, ast.Subscript) else []
 
 
 def _function(member: Any) -> FunctionType | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tfbackend
+from tfbackend.graph.statecache import kept_by
 
 CAPABILITIES: dict[str, str] = {
     "SupportsLoRA": "LoRA adapters",
@@ -92,7 +93,7 @@ def class_name(config: Any, architecture: str) -> str:
     architectures = getattr(config, "architectures", None) or [architecture]
     task = next((task for suffix, task in POOLING_SUFFIXES if architectures[0].endswith(suffix)), "generate")
     ends = {"embed": "EmbeddingModel", "classify": "ForSequenceClassification"}
-    return name + ends.get(task, "ForCausalLM")
+    return name + ends.get(task, f"{kept_by(config) if text is config else ''}ForCausalLM")
 
 
 def num_experts(text_config: Any) -> int:

@@ -33,6 +33,7 @@ from tfbackend.layers.moe import KernelMoE
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
 from tfbackend.layers.rotary import Rotary
 from tfbackend.layers.sinks import own_sinks
+from tfbackend.layers.state import StateLayer
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -54,12 +55,13 @@ from tfbackend.layerspecs import (
 from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+from tfbackend.statespec import StateSpec
 
 
 def build_layer(spec: LayerSpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
     """The live layer for `spec` at `prefix`, the path that vLLM's quantization and caches know it by.
 
-    `site` is the module it is for; only attention looks at it, and puts the sinks that it will read there.
+    `site` is the module it is for: attention puts the sinks that it will read there, and a state layer runs it.
     """
     builder = _BUILDERS[type(spec)]
     made: nn.Module = builder(spec, prefix, context, site)
@@ -228,6 +230,10 @@ def _moe(spec: MoESpec, prefix: str, context: BuildContext, site: nn.Module) -> 
     return KernelMoE(spec, prefix, context, site)
 
 
+def _state(spec: StateSpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
+    return StateLayer(spec, prefix, site)
+
+
 def own_slopes(slopes: tuple[float, ...], tp_size: int) -> list[float]:
     """The ALiBi slopes of this rank's heads."""
     heads = len(slopes) // tp_size
@@ -251,6 +257,7 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     DenseExpertsSpec: _dense,
     GroupedLinearSpec: _grouped,
     MoESpec: _moe,
+    StateSpec: _state,
 }
 
 

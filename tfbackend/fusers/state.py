@@ -1,0 +1,68 @@
+"""A mixer that keeps state between calls -> the same mixer, run with the state of each request.
+
+    def forward(self, hidden_states, cache_params=None, ...):      def forward(self, hidden_states, ...):
+        ...                                                   ->       return self.state(hidden_states)
+
+The layer runs the mixer's own forward on its own parameters, each request with its own tensors of state. Which module
+it is, what it keeps and in which shapes is seen in a run on meta with Transformers' cache (graph/stateful.py). How it
+may be fed is tried out on random numbers (graph/statetrial.py), which is also the proof.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import ClassVar
+
+from tfbackend.fusers.base import Match, Miss, Rewrite, Site
+from tfbackend.graph.kinds import tampered
+from tfbackend.graph.stateful import find_state
+from tfbackend.graph.statetrial import tried
+from tfbackend.source.edits import Edit
+from tfbackend.source.forward import ForwardSource
+
+LAYER = "state"
+"""The child that keeps the state and runs the mixer."""
+
+
+class StateFuser:
+    name: ClassVar[str] = "state"
+
+    def match(self, site: Site) -> Match | Miss:
+        calls = site.observation.calls.get(site.qualname, [])
+        found = find_state(site.module, calls)
+        if isinstance(found, str):
+            return self._miss(site, found or "asks no cache to keep anything", near=bool(found))
+        if problem := site.serving.stateless or tampered(site.module):
+            return self._miss(site, problem)
+        if isinstance(site.source, str):
+            return self._miss(site, site.source)
+        if hasattr(site.module, LAYER):
+            return self._miss(site, f"already has an attribute called {LAYER}")
+        spec = tried(site.module, calls[0], found)
+        if isinstance(spec, str):
+            return self._miss(site, spec)
+        inside = {name for name, _ in site.module.named_modules()}
+        return Match({"spec": spec}, (_edit(site.source, spec.hidden, self.name),), frozenset({LAYER, *inside}))
+
+    def _miss(self, site: Site, reason: str, *, near: bool = True) -> Miss:
+        return Miss(self.name, site.qualname, reason, site.place(), near)
+
+    def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
+        spec = match.roles["spec"]
+        return Rewrite(
+            qualname=site.qualname,
+            fuser=self.name,
+            summary=str(spec),
+            children=((LAYER, spec),),
+            edits=match.edits,
+            claims=match.claims,
+            captured=(("tokens", spec.hidden), ("cache", spec.cache)),
+        )
+
+
+def _edit(source: ForwardSource, hidden: str, by: str) -> Edit:
+    """The whole body of the forward, but for a docstring, gives way to a call of the layer."""
+    body = source.tree.body
+    first = body[1] if len(body) > 1 and ast.get_docstring(source.tree) is not None else body[0]
+    start, end = source.offsets(first)[0], source.offsets(body[-1])[1]
+    return Edit(start, end, f"return {source.me}.{LAYER}({hidden})", by)
