@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -106,6 +106,20 @@ def materialise(base: nn.Module, context: BuildContext) -> None:
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.device != context.device:
                 module._buffers[name] = buffer.to(context.device)
+
+
+def share_parameters(root: nn.Module, pairs: Iterable[tuple[str, str]]) -> None:
+    """Let each parameter be the one that it is tied to: blocks that a model repeats have one set of weights.
+
+    Args:
+        root: the served module tree.
+        pairs: (place, place of the one that it shares). Those that differ in shape are left apart, for loading to name.
+    """
+    live = dict(root.named_parameters(remove_duplicate=False))
+    for place, source in pairs:
+        if place in live and source in live and live[place].shape == live[source].shape:
+            path, _, name = place.rpartition(".")
+            root.get_submodule(path)._parameters[name] = live[source]
 
 
 def _kept_in_float32(base: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
 
 from tfbackend import __version__, adapt, meta
-from tfbackend.apply import apply_plan
+from tfbackend.apply import apply_plan, share_parameters
 from tfbackend.graph.observe import call_keywords
 from tfbackend.layers.loading import load
 from tfbackend.mixins.decoder import Decoder
@@ -66,6 +66,7 @@ class Base(nn.Module):
         self.weight_map = build_weight_map(built.model, self.plan, quantized=self.quant_config is not None)
         path = f"{prefix}.model" if prefix else "model"
         self.model = apply_plan(self.plan, built.base, path, self.context, directory / "forwards")
+        share_parameters(self, self.weight_map.shared)
         self.build_head(built, prefix)
         self.seconds = {"plan and proof": planned - begun, "apply": time.perf_counter() - planned}
         keywords = call_keywords(self.model, torch.empty(0))

@@ -90,6 +90,16 @@ class WeightMap:
         """All places that a tensor of an unquantized checkpoint can fill."""
         return frozenset(target for target, _ in self._names)
 
+    @property
+    def shared(self) -> tuple[tuple[str, str], ...]:
+        """(place, place that it shares) of every tied parameter of the base model, merged ones as a whole."""
+        pairs: dict[str, str] = {}
+        for tied, source in self._ties.items():
+            (place, shard), (other, its_shard) = self._places.of(tied), self._places.of(source)
+            if place.startswith(f"{BASE}.") and other.startswith(f"{BASE}.") and shard == its_shard:
+                pairs[place] = other
+        return tuple(pairs.items())
+
     def expected(self, canonical: str) -> torch.Tensor | None:
         """A meta tensor of the full shape and the dtype that the model has under this canonical name."""
         return self._states.get(canonical)
