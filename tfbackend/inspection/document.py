@@ -91,7 +91,7 @@ def _memory(found: Inspection) -> dict[str, Any]:
         "weights_bytes": memory.weights,
         "estimated": memory.estimated,
         "kv_bytes_per_token": memory.kv_bytes_per_token,
-        "state_bytes_per_request": 0,
+        "state_bytes_per_request": memory.state_bytes_per_request,
         "stages": [_stage(stage) for stage in memory.stages],
         "assumed": {"block_tokens": BLOCK, "batched_tokens": BATCHED_TOKENS, "steps_in_flight": IN_FLIGHT_STEPS,
                     "allowance_bytes": ALLOWANCE},

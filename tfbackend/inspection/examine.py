@@ -229,14 +229,10 @@ def _measure(
     request: Request, target: Target, serving: ServingSpec, plan: Plan, parameters: list[ServedParameter]
 ) -> Memory:
     bits = _bits(target.config)
-    stem = f"{plan.layers}."
-    attention = [
-        (int(path.removeprefix(stem).partition(".")[0]) if plan.layers and path.startswith(stem) else None, spec)
-        for path, spec in plan.attention
-    ]
     parts = memory.measure(
         parameters,
-        attention,
+        [(_layer_number(path, plan), spec) for path, spec in plan.attention],
+        [(_layer_number(path, plan), spec) for path, spec in plan.state],
         tp=serving.tp_size,
         pp=serving.pp_size,
         itemsize=torch.empty(0, dtype=serving.dtype).element_size(),
@@ -246,6 +242,11 @@ def _measure(
     if request.gpu is not None:
         fitted = memory.fit(parts, request.gpu, request.utilisation, serving.max_model_len)
     return Memory(parts, fitted, estimated=bits is not None)
+
+
+def _layer_number(path: str, plan: Plan) -> int | None:
+    stem = f"{plan.layers}."
+    return int(path.removeprefix(stem).partition(".")[0]) if plan.layers and path.startswith(stem) else None
 
 
 def _accounts(built: meta_stage.MetaModel, plan: Plan, target: Target, serving: ServingSpec) -> Accounts | None:

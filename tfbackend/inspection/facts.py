@@ -55,10 +55,12 @@ def memory_lines(found: Inspection) -> list[str]:
     guess = " (estimated from the bits of quantized linears)" if memory.estimated else ""
     lines = [" ".join(f"{bytes_text(memory.weights)} of weights {a_rank}".split()) + stages + guess]
     cache = max((stage.cache for stage in memory.stages), key=lambda c: c.request_bytes(1 << 16))
-    lines += cache_lines(cache, found.serving.max_model_len)
+    state = memory.state_bytes_per_request
+    lines += cache_lines(cache, found.serving.max_model_len) if cache.groups or not state else []
+    lines += [f"{state:,} B of state a request, however long it is"] if state else []
     if found.plan.max_context is not None:
         lines.append(f"contexts of up to {found.plan.max_context:,} tokens: of longer ones a layer leaves out some")
-    if memory.fit is not None and cache.groups:
+    if memory.fit is not None and (cache.groups or state):
         fit = memory.fit
         room = f"{bytes_text(fit.gpu)} x {fit.utilisation:g} - weights - {bytes_text(ALLOWANCE)} for activations"
         if fit.longest == 0:

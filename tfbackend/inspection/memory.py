@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from tfbackend.inspection.layout import ServedParameter
 from tfbackend.layerspecs import AttentionSpec
 from tfbackend.mlaspec import MLASpec
+from tfbackend.statespec import StateSpec
 
 BLOCK = 16
 """Tokens of a KV block, vLLM's default."""
@@ -123,11 +124,21 @@ def stages(layers: int, pp: int) -> list[range]:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One pipeline stage on one rank: its layers, bytes of weights, and its cache."""
+    """One pipeline stage on one rank: its layers, bytes of weights, its cache, and the bytes of state that each
+    request has in it, however long it is."""
 
     layers: range
     weights: int
     cache: Cache
+    state: int = 0
+
+    def request_bytes(self, tokens: int) -> int:
+        """Most bytes that one request of so many tokens holds."""
+        return self.state + self.cache.request_bytes(tokens)
+
+    def longest(self, available: int, limit: int) -> int:
+        """Longest request, in tokens up to `limit`, that fits into so many bytes; 0 where not even one token does."""
+        return self.cache.longest(available - self.state, limit) if available >= self.state else 0
 
 
 @dataclass(frozen=True)
@@ -168,10 +179,16 @@ class Memory:
     def kv_bytes_per_token(self) -> int:
         return max(stage.cache.bytes_per_token for stage in self.stages)
 
+    @property
+    def state_bytes_per_request(self) -> int:
+        """Of the stage that keeps the most; every rank keeps all of it."""
+        return max(stage.state for stage in self.stages)
+
 
 def measure(
     parameters: Sequence[ServedParameter],
     attention: Sequence[tuple[int | None, AttentionSpec | MLASpec]],
+    states: Sequence[tuple[int | None, StateSpec]] = (),
     *,
     tp: int,
     pp: int,
@@ -182,6 +199,7 @@ def measure(
 
     Args:
         attention: (number of the layer, its attention).
+        states: (number of the layer, its state), counted without the padding of pages.
         bits: of a weight of a linear in a quantized checkpoint, None for unquantized.
     """
     count = 1 + max((p.layer for p in parameters if p.layer is not None), default=-1)
@@ -193,7 +211,8 @@ def measure(
         weights = sum(_bytes(p, bits) for p in own)
         if index and index == pp - 1:  # the head's table, tied to one of another stage
             weights += sum(_untied_bytes(p) for p in own if p.tied_to)
-        made.append(StageMemory(part, weights, make_cache(caches, tp, itemsize)))
+        kept = sum(spec.nbytes for layer, spec in states if (layer in part) or (layer is None and index == 0))
+        made.append(StageMemory(part, weights, make_cache(caches, tp, itemsize), kept))
     return tuple(made)
 
 
@@ -217,9 +236,9 @@ def _untied_bytes(parameter: ServedParameter) -> int:
 def fit(parts: Sequence[StageMemory], gpu: int, utilisation: float, limit: int) -> Fit:
     """What fits on GPUs of `gpu` bytes each; every stage has to hold the request."""
     rooms = [int(gpu * utilisation) - stage.weights - ALLOWANCE for stage in parts]
-    longest = min(stage.cache.longest(room, limit) for stage, room in zip(parts, rooms, strict=True))
+    longest = min(stage.longest(room, limit) for stage, room in zip(parts, rooms, strict=True))
     requests = math.inf
     for stage, room in zip(parts, rooms, strict=True):
-        need = stage.cache.request_bytes(longest) if longest else 0
+        need = stage.request_bytes(longest) if longest else 0
         requests = min(requests, room / need) if need else requests
     return Fit(gpu, utilisation, min(rooms), longest, limit, 0.0 if not longest else requests)

@@ -77,11 +77,17 @@ def _tiles(found: Inspection) -> list[tuple[str, str, str]]:
     return tiles
 
 
+_UNKNOWN = ("unknown", "KV cache a token", "no attention planned")
+
+
 def _cache_tile(found: Inspection) -> tuple[str, str, str]:
+    state = found.memory.state_bytes_per_request
     if not any(stage.cache.groups for stage in found.memory.stages):
-        return "unknown", "KV cache a token", "no attention planned"
-    size = found.memory.kv_bytes_per_token
-    return (bytes_text(size), "KV cache a token", "") if size else ("bounded", "KV cache", "by every layer's window")
+        return (bytes_text(state), "state a request", "") if state else _UNKNOWN
+    size, beside = found.memory.kv_bytes_per_token, f"and {bytes_text(state)} of state a request" if state else ""
+    return (
+        (bytes_text(size), "KV cache a token", beside) if size else ("bounded", "KV cache", "by every layer's window")
+    )
 
 
 def _memory_bar(found: Inspection) -> list[tuple[str, str, float]]:

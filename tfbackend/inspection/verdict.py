@@ -121,7 +121,7 @@ def _stem(name: str) -> str:
 def memory_findings(memory: Memory) -> Iterator[Finding]:
     """Too little memory for the weights, or for one request."""
     fit = memory.fit
-    if fit is not None and fit.longest == 0 and any(stage.cache.groups for stage in memory.stages):
+    if fit is not None and fit.longest == 0 and any(s.cache.groups or s.state for s in memory.stages):
         yield Finding(
             f"{bytes_text(memory.weights)} of weights a rank leave no room for a request: {bytes_text(fit.gpu)} at "
             f"{fit.utilisation:.0%}, less {bytes_text(ALLOWANCE)} for activations",
