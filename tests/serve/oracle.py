@@ -34,14 +34,20 @@ def load(folder: Path, model_class: Any = None) -> Any:
     return model.eval()
 
 
-def answer(model: Any, prompt: list[int], max_tokens: int) -> Answer:
-    """Greedy continuation of one prompt."""
+def answer(model: Any, prompt: list[int], max_tokens: int, *, cached: bool = False) -> Answer:
+    """Greedy continuation of one prompt.
+
+    ``cached`` is for models that by Transformers' own code go on otherwise with a cache than without.
+    """
     import torch
 
-    tokens, logprobs, margins = list(prompt), [], []
+    tokens, logprobs, margins, cache = list(prompt), [], [], None
     with torch.inference_mode():
         for _ in range(max_tokens):
-            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].double()
+            new = tokens[-1:] if cache is not None else tokens
+            past = {"past_key_values": cache} if cached else {}
+            output = model(input_ids=torch.tensor([new]), use_cache=cached, **past)
+            cache, logits = output.past_key_values if cached else None, output.logits[0, -1].double()
             top = logits.topk(2)
             tokens.append(int(top.indices[0]))
             logprobs.append(float(logits.log_softmax(-1)[top.indices[0]]))

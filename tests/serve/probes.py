@@ -1,6 +1,6 @@
 """What tests ask of a live model. These run in the engine's process, so they are importable and return plain values."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 _largest = 0
 
@@ -68,6 +68,40 @@ def cache_pages_and_misses(model: Any) -> tuple[set[str], tuple[str, ...]]:
             pages.add(f"{kind}, {spec.block_size} tokens of {held} bytes")
     misses = (f"{miss.fuser}: {miss.reason}" for miss in model.plan.misses)
     return pages, tuple(dict.fromkeys(misses))
+
+
+class States(NamedTuple):
+    """Bytes of a request over all layers, the largest forward since ``watch_tokens``, graphs that Dynamo captured."""
+
+    nbytes: int
+    largest_forward: int
+    graphs: int
+
+
+def states(model: Any) -> States:
+    """What is asked of a live model that keeps state."""
+    layers = [module for module in model.modules() if hasattr(module, "states")]
+    for layer in layers:
+        assert layer.kv_cache[0].shape[1] == layer.spec.nbytes
+        assert [tuple(pages.shape[1:]) for pages in layer.states] == [state.shape for state in layer.spec.states]
+    return States(sum(layer.spec.nbytes for layer in layers), _largest, compiled_graphs(model))
+
+
+def spoil_states(model: Any) -> None:
+    """Let every page of state hold what is no number."""
+    spoiled = [pages.fill_(float("nan")) for m in model.modules() if hasattr(m, "states") for pages in m.states]
+    assert spoiled
+
+
+def lose_states(model: Any) -> None:
+    """Let every step find zeros for states."""
+    model.register_forward_pre_hook(_clear_states)
+
+
+def _clear_states(model: Any, _: Any) -> None:
+    for module in model.modules():
+        for pages in getattr(module, "states", ()):
+            pages.zero_()
 
 
 def fixed_ropes(model: Any) -> list[tuple[bool, str]]:

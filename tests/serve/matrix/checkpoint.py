@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.serve.matrix.derive import tiny_config
+from tests.serve.matrix.derive import model_type_of, tiny_config
 from tests.serve.matrix.kinds import BIDIRECTIONAL, classify
+from tests.serve.matrix.overrides import CACHED
 from tests.serve.oracle import Answer, answer, load
 from tfbackend.verification.oracle import randomise
 
@@ -32,8 +33,9 @@ def make_and_ask(model_type: str, folder: str, prompts: list[list[int]], max_tok
     if not (Path(folder) / "config.json").exists():
         _make(model_type, Path(folder))
     model = load(Path(folder), _class_of(Path(folder)))
-    kind = classify(model_type, model) if _is_causal(model, prompts[2]) else BIDIRECTIONAL
-    answers = [answer(model, prompt, max_tokens) for prompt in prompts]
+    kind = classify(model_type, model) if _is_causal(model, max(prompts, key=len)) else BIDIRECTIONAL
+    cached = model_type_of(model_type) in CACHED
+    answers = [answer(model, prompt, max_tokens, cached=cached) for prompt in prompts]
     return Expected(kind, type(model).__name__, answers)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from tests.serve.configs import MAX_LEN, WINDOW
 
 S, F, C = "sliding_attention", "full_attention", "conv"
+L, H = "linear_attention", "hybrid"
 _ROPE = {"rope_type": "default", "rope_theta": 1000.0}
 _GEMMA4_TEXT = {
     "num_hidden_layers": 6,
@@ -32,6 +33,7 @@ _QWEN4 = {
 _TINY_VISION = {"hidden_size": 64, "image_size": 32, "patch_size": 16, "num_attention_heads": 2}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "blt": {
         "encoder_config": {"hidden_size_global": 256},
         "decoder_config": {"hidden_size_global": 256},
@@ -62,9 +64,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config": _TINY_VISION
         | {"mlp_dim": 64, "output_channels": 32, "window_size": 2, "global_attn_indexes": [1]},
     },
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": [L, F] * 2},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "hyperclovax": {"attention_multiplier": 0.4},
     "inkling_text": {"logits_mup_width_multiplier": 2.0},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"num_hidden_layers": 4, "layer_types": [C, F] * 2, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": [C, F] * 2, "num_dense_layers": 2},
     "llama4_text": {  # layers of each kind in turn, chunks of whole blocks, and the prompts longer than they
@@ -92,6 +96,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "xlm": {"emb_dim": 128, "causal": True},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "layers_block_type": [L, H] * 2,
+        "attention_hidden_size": 256,  # twice the hidden size, as published
+    },
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": [L, H] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -145,4 +157,11 @@ EXCLUDED: dict[str, str] = {
     "gemma4_unified_assistant": "drafts for another model and needs that model's hidden states",
     "musicgen": "its tokens are sound, several codebooks at once",
     "musicgen_melody": "its tokens are sound, several codebooks at once",
+}
+
+# Architectures that Transformers asks with its cache: without one they answer otherwise, by its own code, each for a
+# reason. An engine decodes, so it can match one side only.
+CACHED: dict[str, str] = {
+    "nemotron_h": "clamps the time step where it prefills, and not where it decodes",
+    "zamba2": "clamps the time step where it prefills, and not where it decodes",
 }

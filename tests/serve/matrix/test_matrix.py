@@ -18,6 +18,7 @@ SUBSET = {
     "gpt_oss": "experts with biases, transposed and interleaved, and sinks",
     "granite_swa": "sinks and windows on some layers, a rotary base for each layer",
     "hy_v4": "keys that are chosen once for several layers, and sinks",
+    "granitemoehybrid": "a state space in some layers, attention without positions in others, experts in all",
     "hyperclovax": "norms after attention and feed-forward, every multiplier",
     "minimax_m2": "a router that vLLM's kernels refuse on a CPU",
     "minicpm3": "attention over a cache of latents",
@@ -26,8 +27,10 @@ SUBSET = {
     "modernbert-decoder": "a head that is called decoder, with a dense layer and a norm before it",
     "nanochat": "norms without weights, logits with a soft cap",
     "olmo": "layer norms without weights",
+    "olmo_hybrid": "a delta rule whose mixer asks whether there is a past without saying in which layer",
     "qwen2_moe": "shared experts beside those that are chosen, a window that vLLM takes away",
     "phi4_multimodal": "a text model inside a multimodal class",
+    "zamba2": "one attention block for several layers; state that goes on otherwise than it begins",
     "youtu": "latents as in minicpm3; loading it zeroes the row of the padding token",
 }
 

@@ -1,0 +1,189 @@
+"""Mixers that keep state between calls: the tokens of Transformers, however the engine cuts and mixes the requests."""
+
+import os
+import random
+from typing import Any
+
+import pytest
+
+from tests.serve import probes, stepping
+from tests.serve.engine import MAX_TOKENS, Harness, Request, Served
+from tests.serve.judge import SAME_COMPUTATION, judge
+from tests.serve.matrix.checkpoint import make_and_ask
+from tests.serve.oracle import Answer
+from tests.serve.tiny import make_prompts
+
+pytestmark = pytest.mark.engine
+
+KINDS = {
+    "lfm2": ("Hybrid", "a short convolution, and attention in other layers"),
+    "mamba2": ("AttentionFree", "a state space that goes on from any token"),
+    "mamba": ("AttentionFree", "a state space that is fed token by token after the first call"),
+    "falcon_h1": ("Hybrid", "a state space beside attention in every layer"),
+    "qwen3_next": ("MoEHybrid", "a gated delta rule, and experts"),
+    "zaya": ("MoEHybrid", "query, key and value made with the previous token: three tensors from one mixer"),
+}
+WITHIN = {"qwen3_next": 1e-3}
+"""Transformers with its cache, fed in parts of 24 tokens, is 5e-4 away from Transformers without one."""
+MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
+
+
+def _within(name: str) -> float:
+    return WITHIN.get(name, SAME_COMPUTATION)
+
+
+def _expected(harness: Harness, name: str, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[Answer]:
+    found = harness.ask_oracle(make_and_ask, name, harness.checkpoint(name), prompts, max_tokens)
+    answers: list[Answer] = found.answers
+    return answers
+
+
+def _serve(
+    harness: Harness, name: str, *batches: list[list[int]], env: dict[str, str] | None = None, **args: Any
+) -> Served:
+    """Serve the batches, one after the other, and check that the answers are Transformers'."""
+    expected = [_expected(harness, name, prompts) for prompts in batches]
+    frozen = tuple(tuple(map(tuple, prompts)) for prompts in batches)
+    request = Request(
+        harness.checkpoint(name), frozen, engine_args=args, prepare=probes.watch_tokens, inspect=probes.states
+    )
+    outcome = harness.serve(request, env=env)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    served: Served = outcome.value
+    assert set(served.model_class) == {f"tfbackend.models.Transformers{KINDS[name][0]}ForCausalLM"}
+    for answers, batch in zip(expected, served.batches, strict=True):
+        verdict = judge(answers, batch.tokens, batch.logprobs, within=_within(name))
+        assert verdict.equal, verdict
+    return served
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_more_prompts_of_mixed_lengths_than_seats(harness: Harness, name: str) -> None:
+    """Some wait while others decode, and take over the states of those that are done."""
+    _serve(harness, name, make_prompts(lengths=MIXED, seed=13), max_num_seqs=4)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_prompts_in_parts(harness: Harness, name: str, caching: bool) -> None:
+    """Parts end anywhere, and some are of one token."""
+    prompts = make_prompts(lengths=(100, 5, 61, 25), seed=11)
+    args = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True, "enable_prefix_caching": caching}
+    served = _serve(harness, name, prompts, **args)
+    assert 0 < served.inspected[0].largest_forward <= 24
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "qwen3_next"])
+def test_prefix_caching(harness: Harness, name: str) -> None:
+    """A request goes on from the state that another one had at the end of a block."""
+    shared, *tails = make_prompts(lengths=(150, 9, 20), seed=12)
+    first, second = [shared + tails[0]], [shared + tails[1], shared + tails[0][:3]]
+    served = _serve(harness, name, first, second, enable_prefix_caching=True, block_size=32)
+    assert served.batches[0].cached == [0]
+    assert min(served.batches[1].cached) >= 64
+
+
+def test_prefix_caching_without_attention(harness: Harness) -> None:
+    shared, *tails = make_prompts(lengths=(150, 9, 20), seed=12)
+    args = {"enable_prefix_caching": True, "block_size": 32}
+    served = _serve(harness, "mamba2", [shared + tails[0]], [shared + tails[1]], **args)
+    assert served.batches[1].cached[0] >= 64
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+def test_compiled(harness: Harness, name: str) -> None:
+    served = _serve(harness, name, make_prompts(), enforce_eager=False)
+    assert served.inspected[0].graphs >= 1
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba"])
+def test_two_ranks(harness: Harness, name: str) -> None:
+    """Each has all of every mixer and its state."""
+    served = _serve(harness, name, make_prompts(), tensor_parallel_size=2)
+    assert len(served.inspected) == 2
+    assert served.inspected[0].nbytes == served.inspected[1].nbytes > 0
+
+
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
+def test_requests_aborted_half_way(harness: Harness, name: str) -> None:
+    """Others get their places, whatever state they left there."""
+    prompts, doomed = make_prompts(lengths=MIXED, seed=17), (1, 4, 5)
+    kept = [prompt for index, prompt in enumerate(prompts) if index not in doomed]
+    expected = _expected(harness, name, kept)
+    folder = harness.checkpoint(name)
+    outcome = harness.call(stepping.run, folder, prompts, MAX_TOKENS, {"max_num_seqs": 3}, doomed, timeout=240)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert outcome.value.aborted == len(doomed)
+    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "qwen3_next"])
+def test_requests_that_are_preempted(harness: Harness, name: str) -> None:
+    """The pool does not hold what all of them grow to, so some are put off and begin again."""
+    prompts, grown = make_prompts(lengths=(118, 120, 121, 115), seed=19), 40
+    expected = _expected(harness, name, prompts, grown)
+    args = {"block_size": 64, "enable_prefix_caching": False, "max_num_seqs": 4, "num_gpu_blocks_override": 11}
+    outcome = harness.call(stepping.run, harness.checkpoint(name), prompts, grown, args, timeout=240)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert outcome.value.preempted > 0
+    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "jamba"])
+def test_soak(harness: Harness, name: str) -> None:
+    """Requests of any length arrive at any time, are cut into parts, put off and begun again."""
+    rng, count = random.Random(23), int(os.environ.get("TFBACKEND_SOAK", "30"))
+    grown = 30
+    prompts = make_prompts(lengths=tuple(rng.randint(1, 200) for _ in range(count)), seed=29)
+    arrivals = tuple(sorted(rng.randint(0, 3 * count) for _ in range(count)))
+    expected = _expected(harness, name, prompts, grown)
+    args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
+    folder = harness.checkpoint(name)
+    outcome = harness.call(stepping.run, folder, prompts, grown, args, (), arrivals, timeout=580)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert outcome.value.preempted > 0
+    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
+    assert verdict.equal, verdict
+
+
+def test_speculative_decoding_is_refused(harness: Harness) -> None:
+    """A token that is taken back would have to be taken out of the state."""
+    args = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}
+    _expected(harness, "lfm2", make_prompts())
+    prompts = tuple(map(tuple, make_prompts()))
+    outcome = harness.serve(Request(harness.checkpoint("lfm2"), (prompts,), engine_args=args))
+    assert not outcome.ok
+    assert "UnsupportedModelError" in outcome.error
+    assert "speculative decoding takes back tokens" in outcome.error
+    assert "layers.0.conv" in outcome.error
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+def test_whatever_the_pages_held(harness: Harness, name: str) -> None:
+    """A request's state starts clean, be the memory it is given full of what is no number."""
+    prompts = make_prompts(lengths=MIXED, seed=13)
+    expected = _expected(harness, name, prompts)
+    request = Request(
+        harness.checkpoint(name),
+        (tuple(map(tuple, prompts)),),
+        engine_args={"max_num_seqs": 4},
+        prepare=probes.spoil_states,
+    )
+    outcome = harness.serve(request)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    batch = outcome.value.batches[0]
+    verdict = judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
+    assert verdict.equal, verdict
+
+
+def test_lost_state_is_seen(harness: Harness) -> None:
+    """The judge says wrong where states are lost between steps, so the tests above can fail."""
+    prompts = make_prompts(lengths=MIXED, seed=13)
+    expected = _expected(harness, "mamba2", prompts)
+    batches = (tuple(map(tuple, prompts)),)
+    outcome = harness.serve(Request(harness.checkpoint("mamba2"), batches, prepare=probes.lose_states))
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    batch = outcome.value.batches[0]
+    assert not judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal
