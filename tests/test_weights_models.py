@@ -266,3 +266,26 @@ def test_class_that_names_the_layers_it_ignores():
     assert isinstance(build_weight_map(model, Plan()).resolve(name), Unexpected)
     model._keys_to_ignore_on_load_unexpected = {r"model\.layers\.61.*"}
     assert build_weight_map(model, Plan()).resolve(name).rule == "ignored-by-class"
+
+
+def test_blocks_that_are_repeated_share_places():
+    """Zamba2 repeats one block of attention. Merged projections are shared as a whole; the head is not spoken of."""
+    config = AutoConfig.for_model(
+        "zamba2", **SMALL | {"num_hidden_layers": 4}, layers_block_type=["linear_attention", "hybrid"] * 2
+    )
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config)
+    blocks = [f"layers.{number}.shared_transformer.self_attn" for number in (1, 3)]
+    plan = Plan(tuple(map(qkv, blocks)), tied=True)
+    shared = dict(build_weight_map(model, plan).shared)
+    assert shared["model.layers.3.shared_transformer.self_attn.qkv_proj.weight"] == (
+        "model.layers.1.shared_transformer.self_attn.qkv_proj.weight"
+    )
+    first, second = (dict(model.model.layers[number].shared_transformer.named_parameters()) for number in (1, 3))
+    assert len(shared) == len(second) - 2, "three projections are one place"
+    assert first.keys() >= second.keys()
+    assert not any("lm_head" in place or "embed" in place for place in shared)
+    one_is_left = Plan((qkv(blocks[0]),), tied=True)
+    assert "model.layers.3.shared_transformer.self_attn.q_proj.weight" not in dict(
+        build_weight_map(model, one_is_left).shared
+    )
