@@ -1,6 +1,7 @@
 """The rotary layer turns queries and keys as its spec says, wherever they lie in memory, and nothing else."""
 
 import dataclasses
+import operator
 from itertools import product
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from tests.layers.variants import close, context
 from tfbackend.layers.build import build_layer
-from tfbackend.layers.rotary import RotaryTables
+from tfbackend.layers.rotary import Rotary, RotaryTables
 from tfbackend.layerspecs import RotarySpec
 
 HEADS, KV_HEADS, TOKENS, DIM = 4, 2, 6, 32
@@ -154,3 +155,20 @@ def test_wide_rotation_is_in_float32():
     torch._dynamo.reset()
     got = torch.compile(build(spec, torch.bfloat16), fullgraph=True, backend="aot_eager")(query, query, cos, sin)
     assert torch.equal(got[0], spec.reference()(query.float(), query.float(), cos, sin)[0].bfloat16())
+
+
+@pytest.mark.parametrize("half", ["first", "even"])
+def test_no_index_of_cos_and_sin_is_left_in_a_graph(half):
+    """vLLM leaves an index in the piece that made the tensor: each layer would get slices of its own, under names of
+    their own, and be compiled by itself."""
+    spec = RotarySpec(32, 32, neox=half == "first", half=half)
+    seen = []
+
+    def note(graph, _):
+        seen.extend(n for n in graph.graph.nodes if n.target is operator.getitem and n.args[0].op == "placeholder")
+        return graph.forward
+
+    layer = torch.compile(Rotary(spec, RotaryTables()), backend=note, fullgraph=True)
+    q, k, table = torch.randn(1, 4, 5, 32), torch.randn(1, 2, 5, 32), torch.randn(1, 5, 32)
+    layer(q, k, table, table.sin())
+    assert seen == []

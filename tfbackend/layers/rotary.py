@@ -66,9 +66,20 @@ class Rotary(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # By token and not by head: attention reads it so, and Inductor would copy each head to its place afterwards.
-        cos, sin = cos[0, :, self.pick].unsqueeze(1), sin[0, :, self.pick].unsqueeze(1)
-        query, key = (self.spec.rotate(x[0].transpose(0, 1), cos, sin) for x in (query, key))
+        cos, sin = self._picked(cos), self._picked(sin)
+        query, key = (self.spec.rotate(x.squeeze(0).transpose(0, 1), cos, sin) for x in (query, key))
         return query.transpose(0, 1).unsqueeze(0), key.transpose(0, 1).unsqueeze(0)
+
+    def _picked(self, table: torch.Tensor) -> torch.Tensor:
+        """[1, tokens, rotary_dim] -> [tokens, 1, what one half of a head is turned by].
+
+        By methods and not by an index: where vLLM cuts a graph at attention it leaves an index with what it is of,
+        each layer would be given slices of its own, and no two layers would be compiled as one.
+        """
+        start, stop, step = self.pick.indices(table.shape[-1])
+        part = table.narrow(-1, start, stop - start)
+        half = part if step == 1 else part.unflatten(-1, (-1, step)).select(-1, 0)
+        return half.squeeze(0).unsqueeze(1)
 
 
 def _rows(x: torch.Tensor, copy: bool) -> torch.Tensor:
