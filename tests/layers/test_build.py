@@ -24,6 +24,7 @@ from tfbackend.layerspecs import (
 from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+from tfbackend.statespec import StateSpec
 
 OTHERS = [(spec, name, other) for spec, fields in TABLE for name, other in others(spec, fields)]
 VISIBLE = [case for case in OTHERS if (type(case[0]), case[1]) not in INVISIBLE]
@@ -31,7 +32,7 @@ SPECS = list(dict.fromkeys([spec for spec, _ in TABLE] + [other for _, _, other 
 
 # Rotary layers, experts, whole blocks of them and biased keys have files of their own, and what is left of picking keys
 # computes nothing; all attention else runs in an engine, see tests/serve.
-ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, AllKeysSpec}
+ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, AllKeysSpec, StateSpec}
 ELSEWHERE |= {ExpertsSpec, MoESpec, DenseExpertsSpec, LoopedExpertsSpec, GroupedLinearSpec}
 
 

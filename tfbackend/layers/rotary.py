@@ -78,7 +78,7 @@ class Rotary(nn.Module):
         """
         start, stop, step = self.pick.indices(table.shape[-1])
         part = table.narrow(-1, start, stop - start)
-        half = part if step == 1 else part.unflatten(-1, (-1, step)).select(-1, 0)
+        half = part if step == 1 else part.view(*part.shape[:-1], -1, step).select(-1, 0)
         return half.squeeze(0).unsqueeze(1)
 
 
