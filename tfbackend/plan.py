@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from tfbackend.classifier import ClassifierPlan, plan_classifier, unread_parts
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
@@ -36,7 +37,7 @@ from tfbackend.layerspecs import (
     ROWWISE_SPLIT,
     AttentionSpec,
 )
-from tfbackend.meta import MetaModel
+from tfbackend.meta import CLASSIFY, GENERATE, MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
 from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, looped_refusals
@@ -76,7 +77,8 @@ class Plan:
         unproven: "qualname: why" of rewrites that the proof budget left out.
         proofs: how many kinds of rewrite were proven, and how many of them from the cache.
         head: what the head class does between the base model's output and the logits.
-        base_path, embedding_path, head_path, tied: see meta.MetaModel.
+        classifier: what a class does between the hidden states and the logits of its labels, where it is one.
+        task, base_path, embedding_path, head_path, tied: see meta.MetaModel.
         layers: path of the list of decoder layers, relative to the base model.
         forwards: the text of every forward that changes, by site.
         methods: likewise of another method, where attention that a model wrote out was cut from one.
@@ -99,6 +101,8 @@ class Plan:
     methods: Mapping[str, str] = field(default_factory=dict)
     masked: bool = False
     numbered: tuple[str, ...] = ()
+    task: str = GENERATE
+    classifier: ClassifierPlan | None = None
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -205,9 +209,12 @@ def _decide(
     meta: MetaModel, serving: ServingSpec, prover: Prover, numbered: Numbered, inlined: Inlined
 ) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
     base, observation = meta.base, numbered.observation
+    head, classifier, refusals = _heads(meta, observation)
+    if meta.task != GENERATE:
+        idle = unread_parts(base, observation, _inside(meta, classifier))
+        observation = replace(observation, idle=idle)
     planner = _Planner(meta, serving, observation)
     rewrites, misses, unproven = _collect_proven(planner, prover)
-    head, refusals = _head(meta, observation)
     plan = Plan(
         architecture=type(meta.model).__name__,
         rewrites=tuple(rewrites),
@@ -220,6 +227,8 @@ def _decide(
         layers=_layer_list(base),
         unproven=tuple(unproven),
         proofs=prover.counts,
+        task=meta.task,
+        classifier=classifier,
     )
     refusals += map(inline_refusal, inlined.problems.items())
     refusals += attention_refusals(plan, observation, serving, inlined)
@@ -277,11 +286,23 @@ def _lone_latents(rewrites: Sequence[Rewrite]) -> list[Miss]:
     return [Miss(r.fuser, r.qualname, reason) for r in latent]
 
 
-def _head(meta: MetaModel, observation: Observation) -> tuple[HeadPlan | None, list[UnsupportedModelError]]:
+def _heads(
+    meta: MetaModel, observation: Observation
+) -> tuple[HeadPlan | None, ClassifierPlan | None, list[UnsupportedModelError]]:
+    """What comes after the base model, for the task that the model was built for."""
     try:
-        return (plan_head(meta, observation) if meta.base_path else None), []
+        if meta.task == CLASSIFY:
+            return None, plan_classifier(meta, observation), []
+        return (plan_head(meta, observation) if meta.base_path and meta.task == GENERATE else None), None, []
     except UnsupportedModelError as error:
-        return None, [error]
+        return None, None, [error]
+
+
+def _inside(meta: MetaModel, classifier: ClassifierPlan | None) -> tuple[str, ...]:
+    """Paths in the base model of what the classifier calls."""
+    before = f"{meta.base_path}."
+    modules = classifier.modules if classifier else ()
+    return tuple(path.removeprefix(before) for path in modules if path.startswith(before))
 
 
 def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
