@@ -70,6 +70,8 @@ def plan_classifier(meta: MetaModel, observation: Observation) -> ClassifierPlan
     with torch.no_grad(), plain_float32():
         try:
             pick, labels = _Trials(meta, observation, reader, modules, padding).pick()
+        except UnsupportedModelError:
+            raise
         except RUN_ERRORS as error:
             raise _refusal(meta, f"it does not run by itself: {type(error).__name__}: {error}") from error
     return ClassifierPlan(graph, pick, padding if pick == "last_real" else None, labels, modules)

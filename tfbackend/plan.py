@@ -21,7 +21,7 @@ from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
 from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
-from tfbackend.graph.numbering import numbers_by_tokens
+from tfbackend.graph.numbering import TokenNumbering, numbers_by_tokens, read_numbering
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.graph.selection import Selection, find_selection
 from tfbackend.graph.trial import plain_float32
@@ -47,6 +47,7 @@ from tfbackend.refusals import (
     inline_refusal,
     mixing_refusal,
     padding_refusal,
+    places_refusal,
     positions_refusal,
     unobserved_refusal,
 )
@@ -77,6 +78,7 @@ class Plan:
         unproven: "qualname: why" of rewrites that the proof budget left out.
         proofs: how many kinds of rewrite were proven, and how many of them from the cache.
         head: what the head class does between the base model's output and the logits.
+        numbering: how the model numbers its tokens by looking at which they are; None where it takes positions.
         classifier: what a class does between the hidden states and the logits of its labels, where it is one.
         task, base_path, embedding_path, head_path, tied: see meta.MetaModel.
         layers: path of the list of decoder layers, relative to the base model.
@@ -103,6 +105,7 @@ class Plan:
     numbered: tuple[str, ...] = ()
     task: str = GENERATE
     classifier: ClassifierPlan | None = None
+    numbering: TokenNumbering | None = None
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -241,22 +244,45 @@ def _decide(
         refusals.append(mixing_refusal(path, found, missed.get(path, "")))
     if numbered.problem:
         refusals.append(positions_refusal((observation.counting or numbered.modules)[0], numbered.problem))
-    if table := numbers_by_tokens(base, planner.vocabulary):
-        refusals.append(padding_refusal(table))
+    numbering = _numbering(meta, serving, observation, planner.vocabulary, refusals)
     forwards, methods = _texts(plan, planner.sites, inlined, numbered)
     masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
     plan = replace(plan, forwards=forwards, methods=methods, masked=masked, numbered=numbered.modules)
+    plan = replace(plan, numbering=numbering)
     return plan, tuple(refusals)
+
+
+def _numbering(
+    meta: MetaModel,
+    serving: ServingSpec,
+    observation: Observation,
+    vocabulary: str,
+    refusals: list[UnsupportedModelError],
+) -> TokenNumbering | None:
+    """How the model numbers its tokens by looking at which they are; None where it does not, or may not be served."""
+    table = numbers_by_tokens(meta.base, vocabulary)
+    if not table:
+        return None
+    if not serving.whole_prompts:
+        refusals.append(padding_refusal(table))
+        return None
+    padding = getattr(meta.model.config.get_text_config(), "pad_token_id", None)
+    found = read_numbering(meta.base, observation, vocabulary, padding)
+    if isinstance(found, str):
+        refusals.append(padding_refusal(table, found))
+        return None
+    if found.longest < serving.max_model_len:
+        refusals.append(places_refusal(table, found.longest, serving.max_model_len))
+    return found
 
 
 def _explained(observation: Observation, inlined: Inlined) -> Observation:
     """The observation with what is known of masks that could not be served."""
-    attention = {
-        path: [replace(c, mask_problem=f"{c.mask_problem}: {inlined.masks[path]}") for c in calls]
-        if path in inlined.masks
-        else calls
-        for path, calls in observation.attention.items()
-    }
+    attention = dict(observation.attention)
+    for path, why in inlined.masks.items():
+        attention[path] = [replace(c, mask_problem=f"{c.mask_problem}: {why}") for c in attention[path]]
+    for path, mask in inlined.plain.items():
+        attention[path] = [replace(c, mask=mask, mask_problem="") for c in attention[path]]
     return replace(observation, attention=attention)
 
 

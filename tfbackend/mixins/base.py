@@ -74,7 +74,7 @@ class Base(nn.Module):
         keywords = call_keywords(self.model, torch.empty(0))
         # A child, for vLLM looks among the modules for one that is compiled before it captures graphs piece by piece.
         self.decoder = Decoder(vllm_config=self.vllm_config, prefix=path)
-        self.decoder.serve(self.model, keywords)
+        self.decoder.serve(self.model, keywords, self.plan.numbering)
         self._announce()
 
     def _adopt(self, plan: Plan) -> None:

@@ -10,6 +10,7 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 
 from tfbackend.graph.interface import LAYERS, POSITIONS
+from tfbackend.graph.numbering import TokenNumbering
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
@@ -25,15 +26,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.keywords: dict[str, Any] = {}
         self.numbered = True
+        self.numbering: TokenNumbering | None = None
         self._repeated: list[Any] = []
         self._numbering: list[Any] = []
 
-    def serve(self, base: nn.Module, keywords: dict[str, Any]) -> None:
+    def serve(self, base: nn.Module, keywords: dict[str, Any], numbering: TokenNumbering | None = None) -> None:
         """Attach the base model and the keywords of its calls; `position_ids`, where it is one, is given anew each
-        time."""
+        time, made of the token ids where there is a `numbering`."""
         self.__dict__["base"] = base
         self.keywords = {name: value for name, value in keywords.items() if name != "position_ids"}
-        self.numbered = "position_ids" in keywords
+        self.numbered, self.numbering = "position_ids" in keywords, numbering
         self._repeated = [module for module in base.modules() if hasattr(module, LAYERS)]
         self._numbering = [module for module in base.modules() if hasattr(module, POSITIONS)]
 
@@ -48,7 +50,11 @@ class Decoder(nn.Module):
             assert input_ids is not None
             inputs["input_ids"] = input_ids.unsqueeze(0)
         if self.numbered:
-            inputs["position_ids"] = positions.unsqueeze(0)
+            places = positions
+            if self.numbering is not None:
+                assert input_ids is not None, "positions are made of token ids, and none are given"
+                places = self.numbering.number(input_ids, positions)
+            inputs["position_ids"] = places.unsqueeze(0)
         for module in self._repeated:
             module.tfb_attention_calls = 0
         for module in self._numbering:
