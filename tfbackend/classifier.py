@@ -3,9 +3,9 @@
     hidden = self.bert(...).last_hidden_state                           which token counts: `pick`
     logits = self.classifier(self.dropout(self.bert.pooler(hidden)))    what is done with it: `graph`
 
-The forward is traced over prompts of one token, of which there is but one that can count; a pooler inside the base model
-is followed from the base model's hidden states on. Which token it is in longer prompts is found by running the class's
-own forward over random hidden states and comparing: nothing is read from names or from fields of the config.
+The forward is traced over prompts of one token, of which there is but one that can count; a pooler inside the base
+model is followed from the base model's hidden states on. Which token it is in longer prompts is found by running the
+class's own forward over random hidden states and comparing: nothing is read from names or from fields of the config.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tfbackend.graph.query import name_of
 from tfbackend.graph.tracing import Trace, trace
 from tfbackend.graph.trial import materialise, plain_float32
 from tfbackend.meta import MetaModel
-from tfbackend.pooling import PICKS, TOKENWISE, Pick, pick_row
+from tfbackend.pooling import MEAN_LOGITS, PICKS, TOKENWISE, Pick, pick_row
 
 _PROMPTS = 10007
 """Prompts of one token in the traced run. Prime: no size of a model, so it is their number wherever it shows."""
@@ -40,7 +40,8 @@ class ClassifierPlan:
 
     Attributes:
         graph: hidden states [prompts, 1, hidden] of the one token that counts -> [prompts, labels].
-        pick: which token that is, one of pooling.PICKS, or TOKENWISE: each has logits of its own.
+        pick: which token that is, one of pooling.PICKS; or MEAN_LOGITS, TOKENWISE: each has logits of its own, which
+            are averaged or not.
         padding: id of the token that "last_real" passes over.
         labels: how many there are.
         modules: paths in the full model of what `graph` calls.
@@ -53,8 +54,9 @@ class ClassifierPlan:
     modules: tuple[str, ...]
 
     def __str__(self) -> str:
-        which = "each token" if self.pick == TOKENWISE else PICKS[self.pick]
-        return f"{self.labels} labels of {which}, by {', '.join(self.modules) or 'nothing'}"
+        which = PICKS.get(self.pick, "each token")
+        averaged = ", averaged" if self.pick == MEAN_LOGITS else ""
+        return f"{self.labels} labels of {which}{averaged}, by {', '.join(self.modules) or 'nothing'}"
 
 
 def plan_classifier(meta: MetaModel, observation: Observation) -> ClassifierPlan:
@@ -82,7 +84,7 @@ def _refusal(meta: MetaModel, found: str) -> UnsupportedModelError:
         "What the model does between its last layer and the logits of its labels cannot be read.",
         where=f"{type(meta.model).__name__}.forward",
         found=found,
-        needed="logits that follow from the hidden states of one token, or from their mean",
+        needed="logits that follow from the hidden states of one token, or from a mean of all",
     )
 
 
@@ -258,15 +260,15 @@ class _Given(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Any:
         """Anything -> what the base model gives."""
         assert self.hidden is not None
-        others, seen = self.others, []
+        hidden, others, seen = self.hidden, self.others, []
 
         def fill(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
             seen.append(x)
             if len(seen) == 1:
-                return self.hidden
-            return others(self.hidden) if others is not None else torch.full((), torch.nan)
+                return hidden
+            return others(hidden) if others is not None else torch.full((), torch.nan)
 
         return tree_map(fill, self.output)
 
@@ -306,7 +308,7 @@ class _Trials:
         Raises:
             UnsupportedModelError: none of PICKS, and not each.
         """
-        left, labels = [*PICKS, TOKENWISE], 0
+        left, labels = [*PICKS, MEAN_LOGITS, TOKENWISE], 0
         for ids in self._prompts():
             hidden = torch.randn((1, len(ids), self.width), generator=self.generator)
             self.given.hidden = hidden
@@ -318,13 +320,14 @@ class _Trials:
         return left[0], labels
 
     def _agrees(self, pick: str, hidden: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> bool:
-        if pick == TOKENWISE:
+        if pick in (MEAN_LOGITS, TOKENWISE):
             got = self.run(hidden.transpose(0, 1))
             got = got.transpose(0, 1) if got.dim() == 3 else got
+            got = got.mean(0, keepdim=True) if pick == MEAN_LOGITS and got.dim() == 2 else got
         else:
             got = self.run(pick_row(Pick(pick, self.padding), hidden[0], ids)[None, None])
         size = wanted.abs().max().item() or 1.0
-        return got.shape == wanted.shape and (got - wanted).abs().max().item() <= _TOLERANCE * size
+        return bool(got.shape == wanted.shape and (got - wanted).abs().max() <= _TOLERANCE * size)
 
     def _prompts(self) -> Iterator[torch.Tensor]:
         """Token ids of prompts of several lengths, with padding at either end, within, throughout and nowhere."""

@@ -42,8 +42,8 @@ from tfbackend.graph.inline import (
 )
 from tfbackend.graph.interface import RUN_ERRORS, InlineNumbers, answering
 from tfbackend.graph.kinds import tampered
-from tfbackend.graph.observe import Observation
 from tfbackend.graph.masks import MaskWindow
+from tfbackend.graph.observe import Observation
 from tfbackend.graph.own_masks import combined, given_window, long_rises, own_windows, window_of
 from tfbackend.graph.rehearsal import Rehearsal
 from tfbackend.graph.tracing import Frame, trace
@@ -250,9 +250,7 @@ class _Adoption:
             check_both_ways(one, measured)
         _check_visible(masked, window, both=both)
         self.done.methods[path] = _cut_text(type(self.base.get_submodule(path)), masked)
-        self.done.numbers[path] = InlineNumbers(
-            measured.scale, window, measured.slopes, measured.rounded, both=both
-        )
+        self.done.numbers[path] = InlineNumbers(measured.scale, window, measured.slopes, measured.rounded, both=both)
 
     def _prove(self) -> None:
         """Run each cut module beside its original, with an attention in plain torch."""
@@ -272,8 +270,9 @@ class _Adoption:
 
 def _attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
     numbers: InlineNumbers = keywords["inline"]
-    spec = AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], numbers.scale, numbers.window, both=numbers.both)
-    attention = replace(spec, alibi_slopes=numbers.alibi_slopes, key_bias=numbers.key_bias).reference()
+    spec = AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], numbers.scale, numbers.window)
+    spec = replace(spec, alibi_slopes=numbers.alibi_slopes, key_bias=numbers.key_bias, both=numbers.both)
+    attention = spec.reference()
     return attention(q, k, v, key_bias=keywords.get("key_bias"))
 
 

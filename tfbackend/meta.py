@@ -298,7 +298,7 @@ def _embedding_path(model: PreTrainedModel) -> str:
             needed="get_input_embeddings() to return a module of the model",
             remedy="Define get_input_embeddings in the modelling file",
         )
-    return paths[0]
+    return str(paths[0])
 
 
 def _base_of(model: PreTrainedModel) -> Any:

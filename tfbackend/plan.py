@@ -24,6 +24,7 @@ from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import TokenNumbering, numbers_by_tokens, read_numbering
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.graph.selection import Selection, find_selection
+from tfbackend.graph.token_types import has_plain_types
 from tfbackend.graph.trial import plain_float32
 from tfbackend.grouping import Grouped, counts_kept
 from tfbackend.head import HeadPlan, plan_head
@@ -79,6 +80,7 @@ class Plan:
         proofs: how many kinds of rewrite were proven, and how many of them from the cache.
         head: what the head class does between the base model's output and the logits.
         numbering: how the model numbers its tokens by looking at which they are; None where it takes positions.
+        typed: whether each call may be given types of tokens.
         classifier: what a class does between the hidden states and the logits of its labels, where it is one.
         task, base_path, embedding_path, head_path, tied: see meta.MetaModel.
         layers: path of the list of decoder layers, relative to the base model.
@@ -106,6 +108,7 @@ class Plan:
     task: str = GENERATE
     classifier: ClassifierPlan | None = None
     numbering: TokenNumbering | None = None
+    typed: bool = False
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -132,6 +135,11 @@ class Plan:
             for _, spec in rewrite.children:
                 if isinstance(spec, (AttentionSpec, MLASpec)):
                     yield rewrite.qualname, spec
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens see those after them, in any layer."""
+        return any(isinstance(spec, AttentionSpec) and spec.both for _, spec in self.attention)
 
     @property
     def max_context(self) -> int | None:
@@ -248,7 +256,8 @@ def _decide(
     forwards, methods = _texts(plan, planner.sites, inlined, numbered)
     masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
     plan = replace(plan, forwards=forwards, methods=methods, masked=masked, numbered=numbered.modules)
-    plan = replace(plan, numbering=numbering)
+    typed = serving.whole_prompts and has_plain_types(base, observation)
+    plan = replace(plan, numbering=numbering, typed=typed)
     return plan, tuple(refusals)
 
 

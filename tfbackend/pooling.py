@@ -12,7 +12,8 @@ PICKS = {
     "last_real": "the last token that is no padding",
     "mean": "the mean of all tokens",
 }
-TOKENWISE = "each"
+MEAN_LOGITS, TOKENWISE = "mean_logits", "each"
+"""Not one token counts but the logits of all: their mean, or those of each for itself."""
 
 
 class Pick(NamedTuple):

@@ -47,7 +47,7 @@ def mask_window(function: Callable[..., Any]) -> MaskWindow:
     prefix would show, and far out on many distances, those next to its edge included.
 
     Raises:
-        UnsupportedModelError: it is neither causal, nor a causal window, nor causal within chunks, nor hides nothing but
+        UnsupportedModelError: it is neither causal, nor a causal window, nor causal within chunks, nor hides nothing or
             what is far away on both sides, which is all that vLLM's attention can do.
     """
     ask = _asker(function)

@@ -111,10 +111,13 @@ def read_numbering(base: nn.Module, seen: Observation, vocabulary: str, padding:
     tables = [n for n, m in base.named_modules() if isinstance(m, nn.Embedding) and n != vocabulary and n in seen.calls]
     rehearsal = Rehearsal(base, seen)
     try:
-        plain = _looked_up(rehearsal, tables, _prompts(padding)[0], None)
+        plain = looked_up(rehearsal, tables, _inputs(rehearsal, _prompts(padding)[0], None))
         for table in tables:
-            rows, first = base.get_submodule(table).num_embeddings, int(plain[table][0])
-            found = TokenNumbering(padding, first, rows)
+            if plain[table].shape[-1] != TOKENS or plain[table].numel() != TOKENS:
+                continue
+            module = base.get_submodule(table)
+            assert isinstance(module, nn.Embedding)
+            found = TokenNumbering(padding, int(plain[table].flatten()[0]), module.num_embeddings)
             if all(_explains(found, rehearsal, tables, table, ids) for ids in _prompts(padding)):
                 return found
     except RUN_ERRORS as error:
@@ -131,27 +134,26 @@ def _prompts(padding: int) -> list[torch.Tensor]:
     return made
 
 
-def _explains(
-    found: TokenNumbering, rehearsal: Rehearsal, tables: list[str], table: str, ids: torch.Tensor
-) -> bool:
+def _explains(found: TokenNumbering, rehearsal: Rehearsal, tables: list[str], table: str, ids: torch.Tensor) -> bool:
     positions = found.number(ids, torch.arange(TOKENS))
-    own, ours = _looked_up(rehearsal, tables, ids, None), _looked_up(rehearsal, tables, ids, positions)
-    return torch.equal(own[table], positions) and all(torch.equal(own[name], ours[name]) for name in tables)
+    own, ours = (looked_up(rehearsal, tables, _inputs(rehearsal, ids, given)) for given in (None, positions))
+    return torch.equal(own[table].flatten(), positions) and all(torch.equal(own[name], ours[name]) for name in tables)
 
 
-def _looked_up(
-    rehearsal: Rehearsal, tables: list[str], ids: torch.Tensor, positions: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    """Path of each table -> the rows [tokens] that are looked up in it."""
+def _inputs(rehearsal: Rehearsal, ids: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
+    inputs = {"input_ids": ids[None]} | call_keywords(rehearsal.twin, torch.zeros(0))
+    inputs.pop("position_ids")
+    return inputs | ({} if positions is None else {"position_ids": positions[None]})
+
+
+def looked_up(rehearsal: Rehearsal, tables: list[str], inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Path of each table -> the rows that are first looked up in it in a call of TOKENS tokens."""
     rows: dict[str, torch.Tensor] = {}
 
     def visit(module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = rehearsal.paths[id(module)]
-        rows[path] = (args[0] if args else kwargs["input"]).expand(1, TOKENS)[0].clone()
+        rows.setdefault(path, (args[0] if args else kwargs["input"]).clone())
         return rehearsal.blank(path)
 
-    inputs = {"input_ids": ids[None]} | call_keywords(rehearsal.twin, torch.zeros(0))
-    inputs.pop("position_ids")
-    inputs |= {} if positions is None else {"position_ids": positions[None]}
     rehearsal.run(dict.fromkeys(tables, visit), seed=6, hiding=True, inputs=inputs)
     return rows

@@ -11,9 +11,10 @@ from vllm.config import VllmConfig
 
 from tfbackend.graph.interface import LAYERS, POSITIONS
 from tfbackend.graph.numbering import TokenNumbering
+from tfbackend.graph.token_types import TYPES
 
 
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0, "types": 0})
 class Decoder(nn.Module):
     """Calls a Transformers base model the way an engine does.
 
@@ -40,9 +41,14 @@ class Decoder(nn.Module):
         self._numbering = [module for module in base.modules() if hasattr(module, POSITIONS)]
 
     def forward(
-        self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+        types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_ids [tokens] or inputs_embeds [tokens, hidden], positions [tokens] -> [tokens, hidden]."""
+        """input_ids [tokens] or inputs_embeds [tokens, hidden], positions [tokens], types [tokens] or none in any call
+        -> [tokens, hidden]."""
         inputs: dict[str, Any] = {}
         if inputs_embeds is not None:
             inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
@@ -55,6 +61,8 @@ class Decoder(nn.Module):
                 assert input_ids is not None, "positions are made of token ids, and none are given"
                 places = self.numbering.number(input_ids, positions)
             inputs["position_ids"] = places.unsqueeze(0)
+        if types is not None:
+            inputs[TYPES] = types.unsqueeze(0)
         for module in self._repeated:
             module.tfb_attention_calls = 0
         for module in self._numbering:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.model_executor.layers.pooler import DispatchPooler, PoolingParamsUpdate
-from vllm.model_executor.layers.pooler.seqwise import SequencePoolingMethod, get_seq_pooling_method
+from vllm.model_executor.layers.pooler.seqwise import SequencePoolingMethod, get_seq_pooling_method, pooler_for_classify
 from vllm.model_executor.layers.pooler.tokwise import pooler_for_token_classify
+from vllm.sequence import IntermediateTensors
 from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
@@ -17,11 +19,12 @@ from tfbackend import meta
 from tfbackend.apply import materialise
 from tfbackend.classifier import ClassifierPlan
 from tfbackend.errors import UnsupportedModelError
+from tfbackend.graph.token_types import takes_types
 from tfbackend.head import runnable
 from tfbackend.meta import CLASSIFY, EMBED
-from tfbackend.mixins.base import Base
+from tfbackend.mixins.base import Base, MaybeTensor
 from tfbackend.mixins.grafting import graft
-from tfbackend.pooling import TOKENWISE, last_real
+from tfbackend.pooling import MEAN_LOGITS, TOKENWISE, last_real
 
 _METHODS = {"first": "CLS", "last": "LAST", "mean": "MEAN"}
 """vLLM's names of what is in pooling.PICKS."""
@@ -45,6 +48,29 @@ class PoolingMixin(Base):
         """The pooler; mixins have it."""
         raise NotImplementedError
 
+    def forward(
+        self,
+        input_ids: MaybeTensor,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: MaybeTensor = None,
+        token_type_ids: MaybeTensor = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """As Base, with the types of tokens [tokens]; none are type 0.
+
+        Raises:
+            ValueError: the model takes types, and not having any is something else to it than type 0.
+        """
+        if not self.plan.typed:
+            if token_type_ids is not None and takes_types(self.model):
+                raise ValueError(f"{self.plan.architecture} cannot be given types of tokens here")
+            token_type_ids = None
+        elif token_type_ids is None:
+            token_type_ids = torch.zeros_like(positions)
+        hidden: torch.Tensor = self.decoder(input_ids, positions, inputs_embeds, token_type_ids)
+        return hidden
+
 
 class EmbeddingMixin(PoolingMixin):
     """Hidden states of the token that the user or sentence-transformers' files name; else of the last token where
@@ -54,7 +80,7 @@ class EmbeddingMixin(PoolingMixin):
 
     def build_pooler(self, built: meta.MetaModel, config: PoolerConfig) -> DispatchPooler:
         if not _was_chosen(self.model_config):
-            config.seq_pooling_type = "CLS" if any(spec.both for _, spec in self.plan.attention) else "LAST"
+            config.seq_pooling_type = "CLS" if self.plan.both_ways else "LAST"
         return DispatchPooler.for_embedding(config)
 
 
@@ -70,14 +96,16 @@ class SequenceClassificationMixin(PoolingMixin):
     def build_pooler(self, built: meta.MetaModel, config: PoolerConfig) -> DispatchPooler:
         plan = self.plan.classifier
         if plan is None:
-            raise UnsupportedModelError(
-                "The model has no head that gives logits of labels.", where=self.plan.architecture
-            )
+            name = self.plan.architecture
+            raise UnsupportedModelError("The model has no head that gives logits of labels.", where=name)
         classifier = self._classifier(built, plan)
         if plan.pick == TOKENWISE:
             return DispatchPooler({"token_classify": pooler_for_token_classify(config, classifier=classifier)})
         if _was_chosen(self.model_config):
             pooling = get_seq_pooling_method(config.get_seq_pooling_type())
+        elif plan.pick == MEAN_LOGITS:
+            made = pooler_for_classify(config, pooling=LogitsPool(classifier))
+            return DispatchPooler({"classify": made})
         else:
             pooling = pooling_of(plan)
         return DispatchPooler.for_seq_cls(config, pooling=pooling, classifier=classifier)
@@ -118,7 +146,7 @@ class Classifier(nn.Module):
 def _was_chosen(config: ModelConfig) -> bool:
     """Whether the user, or sentence-transformers' files, say which token counts."""
     sources = getattr(config, "_pooler_config_sources", {})
-    return sources.get("seq_pooling_type", "model_default") != "model_default"
+    return bool(sources.get("seq_pooling_type", "model_default") != "model_default")
 
 
 def pooling_of(plan: ClassifierPlan) -> SequencePoolingMethod:
@@ -126,6 +154,22 @@ def pooling_of(plan: ClassifierPlan) -> SequencePoolingMethod:
     if plan.pick != "last_real" or plan.padding is None:
         return get_seq_pooling_method(_METHODS["last" if plan.pick == "last_real" else plan.pick])
     return LastRealPool(plan.padding)
+
+
+class LogitsPool(SequencePoolingMethod):
+    """The mean of the logits of all tokens of each prompt."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__()
+        self.classifier, self.mean = classifier, get_seq_pooling_method("MEAN")
+
+    def get_supported_tasks(self) -> Set[PoolingTask]:
+        return {"classify"}
+
+    def forward(self, hidden_states: torch.Tensor, pooling_metadata: PoolingMetadata) -> torch.Tensor:
+        """[tokens of all prompts, hidden] -> [prompts, labels]."""
+        mean: torch.Tensor = self.mean(self.classifier(hidden_states), pooling_metadata)
+        return mean
 
 
 class LastRealPool(SequencePoolingMethod):
