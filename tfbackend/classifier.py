@@ -322,8 +322,7 @@ class _Trials:
     def _agrees(self, pick: str, hidden: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> bool:
         if pick in (MEAN_LOGITS, TOKENWISE):
             got = self.run(hidden.transpose(0, 1))
-            got = got.transpose(0, 1) if got.dim() == 3 else got
-            got = got.mean(0, keepdim=True) if pick == MEAN_LOGITS and got.dim() == 2 else got
+            got = got.transpose(0, 1) if pick == TOKENWISE and got.dim() == 3 else got.mean(0, keepdim=True)
         else:
             got = self.run(pick_row(Pick(pick, self.padding), hidden[0], ids)[None, None])
         size = wanted.abs().max().item() or 1.0

@@ -24,6 +24,7 @@ from tfbackend.head import runnable
 from tfbackend.meta import CLASSIFY, EMBED
 from tfbackend.mixins.base import Base, MaybeTensor
 from tfbackend.mixins.grafting import graft
+from tfbackend.mixins.sentence import settle_sentence
 from tfbackend.pooling import MEAN_LOGITS, TOKENWISE, last_real
 
 _METHODS = {"first": "CLS", "last": "LAST", "mean": "MEAN"}
@@ -79,9 +80,12 @@ class EmbeddingMixin(PoolingMixin):
     task = EMBED
 
     def build_pooler(self, built: meta.MetaModel, config: PoolerConfig) -> DispatchPooler:
-        if not _was_chosen(self.model_config):
+        source = _source_of_pooling(self.model_config)
+        if source == _DEFAULT:
             config.seq_pooling_type = "CLS" if self.plan.both_ways else "LAST"
-        return DispatchPooler.for_embedding(config)
+        pooler = DispatchPooler.for_embedding(config)
+        settle_sentence(self.model_config, pooler, chosen=source == "user")
+        return pooler
 
 
 class SequenceClassificationMixin(PoolingMixin):
@@ -101,7 +105,7 @@ class SequenceClassificationMixin(PoolingMixin):
         classifier = self._classifier(built, plan)
         if plan.pick == TOKENWISE:
             return DispatchPooler({"token_classify": pooler_for_token_classify(config, classifier=classifier)})
-        if _was_chosen(self.model_config):
+        if _source_of_pooling(self.model_config) != _DEFAULT:
             pooling = get_seq_pooling_method(config.get_seq_pooling_type())
         elif plan.pick == MEAN_LOGITS:
             made = pooler_for_classify(config, pooling=LogitsPool(classifier))
@@ -143,10 +147,12 @@ class Classifier(nn.Module):
         return logits.flatten(0, 1) if logits.dim() == 3 else logits
 
 
-def _was_chosen(config: ModelConfig) -> bool:
-    """Whether the user, or sentence-transformers' files, say which token counts."""
-    sources = getattr(config, "_pooler_config_sources", {})
-    return bool(sources.get("seq_pooling_type", "model_default") != "model_default")
+_DEFAULT = "model_default"
+
+
+def _source_of_pooling(config: ModelConfig) -> str:
+    """Who says which token counts: "user", "sentence_transformers", or nobody, _DEFAULT."""
+    return str(getattr(config, "_pooler_config_sources", {}).get("seq_pooling_type", _DEFAULT))
 
 
 def pooling_of(plan: ClassifierPlan) -> SequencePoolingMethod:

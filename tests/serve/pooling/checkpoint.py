@@ -22,6 +22,11 @@ class Case:
     head: str = "SequenceClassification"
     fields: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def folder(self) -> str:
+        """A name for its checkpoint."""
+        return f"{self.model_type}-{self.head or 'Model'}-{zlib.crc32(repr(self.fields).encode())}"
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -54,17 +59,40 @@ def make_and_ask(case: Case, folder: str, prompts: list[list[int]]) -> Expected:
     logging.set_verbosity_error()
     if not (Path(folder) / "config.json").exists():
         make(case, Path(folder))
+    model = _load(case, folder)
+    return _ask(case, model, [{"input_ids": torch.tensor([prompt])} for prompt in prompts])
+
+
+def ask_with_types(case: Case, folder: str, prompts: list[list[int]], types: tuple[int | None, ...]) -> Expected:
+    """Likewise of a checkpoint that is there, with type 1 for the tokens of each prompt from a place on, if any."""
+    import torch
+
+    inputs = []
+    for prompt, start in zip(prompts, types, strict=True):
+        ids = torch.tensor([prompt])
+        kinds = torch.arange(len(prompt))[None] >= (len(prompt) if start is None else start)
+        inputs.append({"input_ids": ids, "token_type_ids": kinds.long()})
+    return _ask(case, _load(case, folder), inputs)
+
+
+def _load(case: Case, folder: str) -> Any:
+    import torch
+
     model, info = auto_class(case.head).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     bad = {key: value for key, value in info.items() if value}
     if bad:
         raise ValueError(f"Transformers cannot load {folder} completely: {bad}")
-    answers = []
+    return model.eval()
+
+
+def _ask(case: Case, model: Any, inputs: list[dict[str, Any]]) -> Expected:
+    import torch
+
     with torch.inference_mode():
-        for prompt in prompts:
-            output = model.eval()(input_ids=torch.tensor([prompt]))
-            answers.append((output.logits if case.head else output[0])[0].tolist())
+        outputs = [model(**given) for given in inputs]
+    answers = [(output.logits if case.head else output[0])[0].tolist() for output in outputs]
     return Expected(type(model).__name__, answers)
 
 

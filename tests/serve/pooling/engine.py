@@ -19,12 +19,14 @@ DEFAULT_ARGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Request:
-    """One engine start, and one batch of prompts for it."""
+    """One engine start, and one batch of prompts for it. ``types`` has the token of each prompt at which type 1 begins, if
+    any does."""
 
     folder: str
     prompts: tuple[tuple[int, ...], ...]
     task: str = "classify"
     use_activation: bool = False
+    types: tuple[int | None, ...] = ()
     engine_args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -43,15 +45,19 @@ def pool(request: Request) -> Pooled:
     from vllm import LLM, PoolingParams
 
     llm = LLM(model=request.folder, **(DEFAULT_ARGS | request.engine_args))
-    params = PoolingParams(task=request.task, use_activation=request.use_activation)
+    types = request.types or (None,) * len(request.prompts)
+    params = []
+    for start in types:
+        extra = {"extra_kwargs": {"compressed_token_type_ids": start}} if start is not None else {}
+        params.append(PoolingParams(task=request.task, use_activation=request.use_activation, **extra))
 
-    def ask(prompts: Any) -> list[Any]:
-        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = llm.encode(given, params, pooling_task=request.task, use_tqdm=False)
+    def ask(places: Any) -> list[Any]:
+        given = [{"prompt_token_ids": list(request.prompts[i])} for i in places]
+        outputs = llm.encode(given, [params[i] for i in places], pooling_task=request.task, use_tqdm=False)
         return [output.outputs.data.float().tolist() for output in outputs]
 
-    together = ask(request.prompts)
-    alone = [ask([prompt])[0] for prompt in request.prompts]
+    together = ask(range(len(types)))
+    alone = [ask([i])[0] for i in range(len(types))]
     pooled = Pooled(together, alone, llm.apply_model(model_class)[0], llm.apply_model(_classifier)[0])
     llm.llm_engine.engine_core.shutdown()
     return pooled
