@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,4 +83,4 @@ def pool(mode: str, hidden: torch.Tensor) -> torch.Tensor:
         summed: torch.Tensor = places @ hidden
         return summed / places.sum()
     assert mode in ("mean", "mean_sqrt_len_tokens"), mode
-    return hidden.sum(0) / len(hidden) ** (1.0 if mode == "mean" else 0.5)
+    return hidden.mean(0) if mode == "mean" else hidden.sum(0) / math.sqrt(len(hidden))

@@ -67,8 +67,11 @@ class PoolingMixin(Base):
             if token_type_ids is not None and takes_types(self.model):
                 raise ValueError(f"{self.plan.architecture} cannot be given types of tokens here")
             token_type_ids = None
-        elif token_type_ids is None:
-            token_type_ids = torch.zeros_like(positions)
+        else:  # always of one length and dtype: a compiled decoder knows but one
+            types = torch.zeros_like(positions)
+            if token_type_ids is not None:
+                types[: token_type_ids.shape[0]] = token_type_ids
+            token_type_ids = types
         hidden: torch.Tensor = self.decoder(input_ids, positions, inputs_embeds, token_type_ids)
         return hidden
 

@@ -19,8 +19,10 @@ DEFAULT_ARGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Request:
-    """One engine start, and one batch of prompts for it. ``types`` has the token of each prompt at which type 1 begins, if
-    any does."""
+    """One engine start, and one batch of prompts for it.
+
+    ``types`` has the token of each prompt at which type 1 begins, if any does.
+    """
 
     folder: str
     prompts: tuple[tuple[int, ...], ...]
