@@ -15,19 +15,19 @@ from typing import Any
 
 from torch import nn
 
-from tfbackend.classifier import ClassifierPlan, plan_classifier, unread_parts
+from tfbackend.classifier import ClassifierPlan, unread_parts
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
 from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
-from tfbackend.graph.numbering import TokenNumbering, numbers_by_tokens, read_numbering
+from tfbackend.graph.numbering import TokenNumbering
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.graph.selection import Selection, find_selection
 from tfbackend.graph.token_types import has_plain_types
 from tfbackend.graph.trial import plain_float32
 from tfbackend.grouping import Grouped, counts_kept
-from tfbackend.head import HeadPlan, plan_head
+from tfbackend.head import HeadPlan
 from tfbackend.inline import Inlined, behind_interface, scratch
 from tfbackend.layerspecs import (
     COLWISE,
@@ -38,17 +38,16 @@ from tfbackend.layerspecs import (
     ROWWISE_SPLIT,
     AttentionSpec,
 )
-from tfbackend.meta import CLASSIFY, GENERATE, MetaModel
+from tfbackend.meta import GENERATE, MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
+from tfbackend.plan_reading import explained, parts_read, read_heads, read_token_numbering
 from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, looped_refusals
 from tfbackend.positions import Numbered, following_positions
 from tfbackend.proof import Prover
 from tfbackend.refusals import (
     inline_refusal,
     mixing_refusal,
-    padding_refusal,
-    places_refusal,
     positions_refusal,
     unobserved_refusal,
 )
@@ -210,7 +209,7 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
             observation = observe(base)
         assert not observation.problem, observation.problem
         numbered = edited.enter_context(following_positions(base, observation, directory))
-        observation = _explained(numbered.observation, inlined)
+        observation = explained(numbered.observation, inlined)
         observation = replace(observation, selection=find_selection(base, observation))
         plan, refusals = _decide(meta, serving, prover, replace(numbered, observation=observation), inlined)
         return replace(plan, forwards={**grouped.forwards, **plan.forwards}), refusals
@@ -220,9 +219,9 @@ def _decide(
     meta: MetaModel, serving: ServingSpec, prover: Prover, numbered: Numbered, inlined: Inlined
 ) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
     base, observation = meta.base, numbered.observation
-    head, classifier, refusals = _heads(meta, observation)
+    head, classifier, refusals = read_heads(meta, observation)
     if meta.task != GENERATE:
-        idle = unread_parts(base, observation, _inside(meta, classifier))
+        idle = unread_parts(base, observation, parts_read(meta, classifier))
         observation = replace(observation, idle=idle)
     planner = _Planner(meta, serving, observation)
     rewrites, misses, unproven = _collect_proven(planner, prover)
@@ -252,47 +251,13 @@ def _decide(
         refusals.append(mixing_refusal(path, found, missed.get(path, "")))
     if numbered.problem:
         refusals.append(positions_refusal((observation.counting or numbered.modules)[0], numbered.problem))
-    numbering = _numbering(meta, serving, observation, planner.vocabulary, refusals)
+    numbering = read_token_numbering(meta, serving, observation, planner.vocabulary, refusals)
     forwards, methods = _texts(plan, planner.sites, inlined, numbered)
     masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
     plan = replace(plan, forwards=forwards, methods=methods, masked=masked, numbered=numbered.modules)
     typed = serving.whole_prompts and has_plain_types(base, observation)
     plan = replace(plan, numbering=numbering, typed=typed)
     return plan, tuple(refusals)
-
-
-def _numbering(
-    meta: MetaModel,
-    serving: ServingSpec,
-    observation: Observation,
-    vocabulary: str,
-    refusals: list[UnsupportedModelError],
-) -> TokenNumbering | None:
-    """How the model numbers its tokens by looking at which they are; None where it does not, or may not be served."""
-    table = numbers_by_tokens(meta.base, vocabulary)
-    if not table:
-        return None
-    if not serving.whole_prompts:
-        refusals.append(padding_refusal(table))
-        return None
-    padding = getattr(meta.model.config.get_text_config(), "pad_token_id", None)
-    found = read_numbering(meta.base, observation, vocabulary, padding)
-    if isinstance(found, str):
-        refusals.append(padding_refusal(table, found))
-        return None
-    if found.longest < serving.max_model_len:
-        refusals.append(places_refusal(table, found.longest, serving.max_model_len))
-    return found
-
-
-def _explained(observation: Observation, inlined: Inlined) -> Observation:
-    """The observation with what is known of masks that could not be served."""
-    attention = dict(observation.attention)
-    for path, why in inlined.masks.items():
-        attention[path] = [replace(c, mask_problem=f"{c.mask_problem}: {why}") for c in attention[path]]
-    for path, mask in inlined.plain.items():
-        attention[path] = [replace(c, mask=mask, mask_problem="") for c in attention[path]]
-    return replace(observation, attention=attention)
 
 
 def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], list[Miss], list[str]]:
@@ -319,25 +284,6 @@ def _lone_latents(rewrites: Sequence[Rewrite]) -> list[Miss]:
         return []
     reason = f"keys and values are cached whole, as in {whole[0].qualname}, which cannot do without"
     return [Miss(r.fuser, r.qualname, reason) for r in latent]
-
-
-def _heads(
-    meta: MetaModel, observation: Observation
-) -> tuple[HeadPlan | None, ClassifierPlan | None, list[UnsupportedModelError]]:
-    """What comes after the base model, for the task that the model was built for."""
-    try:
-        if meta.task == CLASSIFY:
-            return None, plan_classifier(meta, observation), []
-        return (plan_head(meta, observation) if meta.base_path and meta.task == GENERATE else None), None, []
-    except UnsupportedModelError as error:
-        return None, None, [error]
-
-
-def _inside(meta: MetaModel, classifier: ClassifierPlan | None) -> tuple[str, ...]:
-    """Paths in the base model of what the classifier calls."""
-    before = f"{meta.base_path}."
-    modules = classifier.modules if classifier else ()
-    return tuple(path.removeprefix(before) for path in modules if path.startswith(before))
 
 
 def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:

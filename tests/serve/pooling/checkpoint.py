@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.serve.matrix.derive import shrunk_fields
 from tests.serve.matrix.overrides import OVERRIDES as CAUSAL_OVERRIDES
+from tests.serve.matrix.rules import VOCAB
 from tfbackend.verification.oracle import randomise
 
 LABELS = 3
@@ -75,6 +76,16 @@ def ask_with_types(case: Case, folder: str, prompts: list[list[int]], types: tup
     return _ask(case, _load(case, folder), inputs)
 
 
+def hidden_states(case: Case, folder: str, prompts: list[list[int]]) -> list[Any]:
+    """Hidden states [tokens, hidden] of each prompt, of the base model of a class with a head."""
+    import torch
+
+    make(case, Path(folder))
+    base = _load(case, folder).base_model
+    with torch.inference_mode():
+        return [base(input_ids=torch.tensor([prompt]), use_cache=False)[0][0].tolist() for prompt in prompts]
+
+
 def _load(case: Case, folder: str) -> Any:
     import torch
 
@@ -110,6 +121,17 @@ def make(case: Case, folder: Path) -> None:
     model = auto.from_config(config, attn_implementation="eager")
     randomise(model)
     model.save_pretrained(folder)
+    _tokenizer(VOCAB).save_pretrained(folder)
+
+
+def _tokenizer(size: int) -> Any:
+    """One that spells each token as its number; the engine wants one for embeddings, prompts do not go through it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(size)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2", unk_token="0")
 
 
 def tiny_config(case: Case) -> Any:

@@ -9,7 +9,6 @@ DEFAULT_ARGS: dict[str, Any] = {
     "model_impl": "transformers",
     "runner": "pooling",
     "dtype": "float32",
-    "skip_tokenizer_init": True,
     "enforce_eager": True,
     "max_model_len": 128,
     "max_num_seqs": 8,
@@ -45,8 +44,10 @@ class Pooled:
 def pool(request: Request) -> Pooled:
     """Start the engine and ask it. Runs in a forked child."""
     from vllm import LLM, PoolingParams
+    from vllm.config import PoolerConfig
 
-    llm = LLM(model=request.folder, **(DEFAULT_ARGS | request.engine_args))
+    pooler = PoolerConfig(task=request.task)
+    llm = LLM(model=request.folder, **(DEFAULT_ARGS | {"pooler_config": pooler} | request.engine_args))
     types = request.types or (None,) * len(request.prompts)
     params = []
     for start in types:

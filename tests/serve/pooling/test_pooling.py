@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from tests.serve.engine import Harness
-from tests.serve.pooling.checkpoint import Case, ask_with_types, make_and_ask
+from tests.serve.pooling.checkpoint import Case, ask_with_types, hidden_states, make_and_ask
 from tests.serve.pooling.engine import Request, pool
 from tests.serve.pooling.judge import WITHIN, attempt, farthest, prompts
 
 pytestmark = pytest.mark.engine
 
-OURS = "tfbackend.models.TransformersForSequenceClassification"
+OURS = "tfbackend.models.Transformers"
+CLASSIFIERS = ("ForSequenceClassification", "MoEForSequenceClassification")
+EXPECTED = {"SequenceClassification": CLASSIFIERS, "TokenClassification": CLASSIFIERS, "": ("EmbeddingModel",)}
 
 CASES = [
     Case("llama"),  # the last token that is no padding
@@ -38,7 +40,7 @@ CASES = [
 def test_equals_transformers(harness: Harness, case: Case) -> None:
     verdict = attempt(harness, case)
     assert verdict.verdict == "equal", verdict
-    assert verdict.served_by == (OURS if case.head else "tfbackend.models.TransformersEmbeddingModel")
+    assert verdict.served_by.removeprefix(OURS) in EXPECTED[case.head]
 
 
 @pytest.mark.parametrize("model_type", ["roberta", "modernbert"])
@@ -82,6 +84,17 @@ def test_types_of_tokens_are_used(harness: Harness) -> None:
     assert farthest(outcome.value.together, expected.answers) <= WITHIN
     plain = harness.ask_oracle(make_and_ask, case, folder, asked)
     assert farthest(expected.answers, plain.answers) > 100 * WITHIN
+
+
+def test_language_models_embed_the_last_token(harness: Harness) -> None:
+    """As the many embedding models that are published as language models."""
+    case = Case("qwen3", "CausalLM")
+    folder, asked = harness.checkpoint(case.folder), prompts()
+    hidden = harness.ask_oracle(hidden_states, case, folder, asked)
+    outcome = harness.call(pool, Request(folder, tuple(map(tuple, asked)), "embed"), timeout=240)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert "tfbackend" in outcome.value.model_class or "ForEmbedding" in outcome.value.model_class
+    assert farthest(outcome.value.together, [h[-1] for h in hidden]) <= WITHIN
 
 
 POOLED = {
