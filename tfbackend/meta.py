@@ -288,8 +288,16 @@ def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:
     return base_path, embedding_path, head_path, tied
 
 
+def _input_embedding(model: PreTrainedModel) -> nn.Module | None:
+    try:
+        found: nn.Module | None = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return found
+
+
 def _embedding_path(model: PreTrainedModel) -> str:
-    embedding = model.get_input_embeddings()
+    embedding = _input_embedding(model)
     paths = [name for name, module in model.named_modules() if module is embedding]
     if not paths:
         raise UnsupportedModelError(
@@ -304,7 +312,7 @@ def _embedding_path(model: PreTrainedModel) -> str:
 def _base_of(model: PreTrainedModel) -> Any:
     """The base model; where a class names another prefix than the attribute it is at, the one child that embeds."""
     base: Any = model.base_model
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = model.get_output_embeddings(), _input_embedding(model)
     if base is not model or head is None:
         return base
     within = [child for child in model.children() if any(m is embedding for m in child.modules())]

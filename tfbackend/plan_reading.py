@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from tfbackend.classifier import ClassifierPlan, plan_classifier
 from tfbackend.errors import UnsupportedModelError
-from tfbackend.graph.numbering import TokenNumbering, numbers_by_tokens, read_numbering
+from tfbackend.graph.numbering import TokenNumbering, numbers_by_tokens, read_numbering, renumbered
 from tfbackend.graph.observe import Observation
 from tfbackend.head import HeadPlan, plan_head
 from tfbackend.inline import Inlined
 from tfbackend.meta import CLASSIFY, GENERATE, MetaModel
-from tfbackend.refusals import padding_refusal, places_refusal
+from tfbackend.refusals import padding_refusal, places_refusal, positions_refusal
 from tfbackend.serving import ServingSpec
 
 
@@ -54,6 +54,8 @@ def read_token_numbering(
     """How the model numbers its tokens by looking at which they are; None where it does not, or may not be served."""
     table = numbers_by_tokens(meta.base, vocabulary)
     if not table:
+        if meta.task != GENERATE and (other := renumbered(meta.base, observation, vocabulary)):
+            refusals.append(positions_refusal("", f"without positions it looks up other rows of {other}"))
         return None
     if not serving.whole_prompts:
         refusals.append(padding_refusal(table))

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from tests.sites import SIZES
-from tfbackend.graph.numbering import TokenNumbering, numbers_by_tokens, read_numbering
+from tfbackend.graph.numbering import TokenNumbering, numbers_by_tokens, read_numbering, renumbered
 from tfbackend.graph.observe import observe
 from tfbackend.graph.token_types import has_plain_types
 from tfbackend.meta import build
@@ -105,3 +105,22 @@ def test_types_of_tokens(model_type, plain):
     """gpt2 looks types up among its words: none is not type 0. llama has none."""
     base = build(CONFIG_MAPPING[model_type](**SIZES), torch.float32, task="embed").base
     assert has_plain_types(base, observe(base)) is plain
+
+
+class From(Counts):
+    """Begins at `start` where it is given no positions, and counts from what it is given."""
+
+    start = 0
+
+    def forward(self, input_ids, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None] + self.start
+        return self.words(input_ids) + self.places(position_ids)
+
+
+@pytest.mark.parametrize(("start", "found"), [(2, "places"), (0, "")])
+def test_positions_that_are_not_the_models_own_are_seen(start, found):
+    model = From(False)
+    model.start = start
+    model.config = SimpleNamespace(_attn_implementation="eager", get_text_config=lambda: model.config)
+    assert renumbered(model, observe(model), "words") == found

@@ -125,6 +125,20 @@ def read_numbering(base: nn.Module, seen: Observation, vocabulary: str, padding:
     return "they are counted in no way that is known"
 
 
+def renumbered(base: nn.Module, seen: Observation, vocabulary: str) -> str:
+    """Paths of the tables of which the model looks up other rows when it is given the places of tokens as positions than
+    when it is given none; "" where it does not, or does not run without."""
+    tables = [n for n, m in base.named_modules() if isinstance(m, nn.Embedding) and n != vocabulary and n in seen.calls]
+    if not tables or "position_ids" not in call_keywords(base, torch.zeros(0)):
+        return ""
+    rehearsal, ids, places = Rehearsal(base, seen), torch.arange(1, TOKENS + 1), torch.arange(TOKENS)
+    try:
+        own, ours = (looked_up(rehearsal, tables, _inputs(rehearsal, ids, given)) for given in (None, places))
+    except RUN_ERRORS:
+        return ""
+    return ", ".join(name for name in tables if not bool((own[name] == ours[name]).all()))
+
+
 def _prompts(padding: int) -> list[torch.Tensor]:
     """Prompts of TOKENS tokens, the first without padding."""
     ids = torch.tensor([n for n in range(TOKENS + 1) if n != padding][:TOKENS])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import ModelConfig, PoolerConfig
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.pooler import DispatchPooler, PoolingParamsUpdate
 from vllm.model_executor.layers.pooler.seqwise import SequencePoolingMethod, get_seq_pooling_method, pooler_for_classify
 from vllm.model_executor.layers.pooler.tokwise import pooler_for_token_classify
@@ -15,7 +16,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
-from tfbackend import meta
+from tfbackend import adapt, meta
 from tfbackend.apply import materialise
 from tfbackend.classifier import ClassifierPlan
 from tfbackend.errors import UnsupportedModelError
@@ -42,6 +43,12 @@ class PoolingMixin(Base):
 
     def build_head(self, built: meta.MetaModel, prefix: str) -> None:
         super().build_head(built, prefix)
+        if not adapt.serving_spec(self.vllm_config).whole_prompts:
+            raise UnsupportedModelError(
+                "A call of a model that pools has to hold whole prompts.",
+                where=self.plan.architecture,
+                remedy="Serve it with --no-enable-chunked-prefill --no-enable-prefix-caching",
+            )
         assert self.model_config.pooler_config is not None
         self.pooler = self.build_pooler(built, self.model_config.pooler_config)
 
@@ -124,6 +131,14 @@ class SequenceClassificationMixin(PoolingMixin):
         inside = [path for path in plan.modules if path.startswith(base)]
         for path in outside:
             graft(self.head, built.model, path)
+        for path in inside:  # vLLM pools on one rank, which would wait for the others
+            shared = self.model.get_submodule(path.removeprefix(base)).modules()
+            if any(getattr(module, "tp_size", 1) > 1 for module in shared if not isinstance(module, ReplicatedLinear)):
+                raise UnsupportedModelError(
+                    "A part of the base model that its classifier calls is shared out to several ranks.",
+                    where=path,
+                    remedy="Serve it with --tensor-parallel-size 1",
+                )
         dtype = self.context.dtype if inside else self.model_config.head_dtype
         self.head.to(dtype)
         materialise(self.head, self.context)

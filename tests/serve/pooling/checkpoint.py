@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.serve.matrix.derive import shrunk_fields
 from tests.serve.matrix.overrides import OVERRIDES as CAUSAL_OVERRIDES
-from tests.serve.matrix.rules import VOCAB
+from tests.serve.matrix.rules import HEADS, HIDDEN, VOCAB
 from tfbackend.verification.oracle import randomise
 
 LABELS = 3
@@ -95,6 +95,7 @@ def _load(case: Case, folder: str) -> Any:
     bad = {key: value for key, value in info.items() if value}
     if bad:
         raise ValueError(f"Transformers cannot load {folder} completely: {bad}")
+    model.config.use_cache = False  # some have no cache that a class of theirs asks for
     return model.eval()
 
 
@@ -147,5 +148,17 @@ def tiny_config(case: Case) -> Any:
     return config_class(**fields, **labels, dtype="float32")
 
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": VOCAB, "position_embedding_type": "rotary"},
+    "esmc": {"num_key_value_heads": HEADS},
+    "flaubert": {"emb_dim": HIDDEN},
+    "helium": {"head_dim": HIDDEN // HEADS},
+    "layoutlmv3": {"coordinate_size": 20, "shape_size": 24, "visual_embed": False},  # together as wide as the rest
+    "lilt": {"hidden_size": 384},  # divisible by six
+    "mt5": {"decoder_start_token_id": 0},
+    "perceiver": {"d_latents": 64, "num_latents": 16, "d_model": 64, "num_self_attends_per_block": 2},
+    "squeezebert": {"embedding_size": HIDDEN},
+    "t5": {"decoder_start_token_id": 0},
+    "umt5": {"decoder_start_token_id": 0},
+}
 """What is another for a classifier than for a language model, by model type."""

@@ -28,19 +28,23 @@ class Verdict:
         return f"{self.verdict:8} {self.reason} {self.classifier}".rstrip()
 
 
-def prompts() -> list[list[int]]:
+SHORTEST = {"canine": 16, "funnel": 8}
+"""Tokens of the shortest prompt that these can do, themselves, in Transformers."""
+
+
+def prompts(shortest: int = 1) -> list[list[int]]:
     """Prompts of mixed lengths, each of two tokens or more with a padding token in it, one with more at its end.
 
     All begin with the one token that ends a text: some classes of Transformers want exactly one.
     """
     made = make_prompts(lengths=LENGTHS)
     made[1][-2:] = [0, 0]
-    return [[2, *prompt[1:]] for prompt in made]
+    return [[2, *prompt[1:], *[3] * (shortest - len(prompt))] for prompt in made]
 
 
 def attempt(harness: Harness, case: Case, *, timeout: float = 240.0, **request: Any) -> Verdict:
     """Serve the case's checkpoint and judge what it gives, to all prompts in one call and to each alone."""
-    folder, asked = harness.checkpoint(case.folder), prompts()
+    folder, asked = harness.checkpoint(case.folder), prompts(SHORTEST.get(case.model_type, 1))
     try:
         expected: Expected = harness.ask_oracle(make_and_ask, case, folder, asked)
     except RuntimeError as error:
