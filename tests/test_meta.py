@@ -248,7 +248,7 @@ def test_the_task_says_which_class_is_built(task, named, made):
 
 
 def test_a_config_without_a_classifier_is_refused():
+    config = CONFIG_MAPPING["ctrl"](n_embd=32, n_layer=1, n_head=4, dff=48)
+    config.architectures = ["CTRLForTokenClassification"]
     with pytest.raises(UnsupportedModelError, match="no model ForTokenClassification"):
-        config = CONFIG_MAPPING["ctrl"](n_embd=32, n_layer=1, n_head=4, dff=48)
-        config.architectures = ["CTRLForTokenClassification"]
         build(config, torch.float32, task="classify")

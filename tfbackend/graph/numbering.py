@@ -126,8 +126,8 @@ def read_numbering(base: nn.Module, seen: Observation, vocabulary: str, padding:
 
 
 def renumbered(base: nn.Module, seen: Observation, vocabulary: str) -> str:
-    """Paths of the tables of which the model looks up other rows when it is given the places of tokens as positions than
-    when it is given none; "" where it does not, or does not run without."""
+    """Paths of the tables of which the model looks up other rows when it is given the places of tokens as positions
+    than when it is given none; "" where it does not, or does not run without."""
     tables = [n for n, m in base.named_modules() if isinstance(m, nn.Embedding) and n != vocabulary and n in seen.calls]
     if not tables or "position_ids" not in call_keywords(base, torch.zeros(0)):
         return ""

@@ -150,7 +150,7 @@ def tiny_config(case: Case) -> Any:
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCAB, "position_embedding_type": "rotary"},
-    "esmc": {"num_key_value_heads": HEADS},
+    "esmc": {"num_key_value_heads": HEADS, "head_dim": HIDDEN // HEADS},
     "flaubert": {"emb_dim": HIDDEN},
     "helium": {"head_dim": HIDDEN // HEADS},
     "layoutlmv3": {"coordinate_size": 20, "shape_size": 24, "visual_embed": False},  # together as wide as the rest
