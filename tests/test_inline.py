@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from tests.sites import DIM, HEADS, WIDTH, OneSite, heads
 from tfbackend.errors import UnsupportedModelError
+from tfbackend.graph.masks import MaskWindow
 from tfbackend.graph.observe import observe
 from tfbackend.inline import behind_interface
 from tfbackend.inspection.diffs import forward_diffs
@@ -262,6 +263,24 @@ class Bidirectional(Written):
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
+class BothWaysUpTo(Written):
+    """Sees tokens on both sides, but those further off than 20, which no short look shows."""
+
+    def attend(self, q, k, v):
+        places = torch.arange(q.shape[2], device=q.device)
+        far = (places[:, None] - places[None, :]).abs() > 20
+        return (q @ k.transpose(-1, -2)).masked_fill(far, -1e9).softmax(-1) @ v
+
+
+class BothWaysSloped(Written):
+    """Adds less for tokens that are farther, on both sides."""
+
+    def attend(self, q, k, v):
+        places = torch.arange(q.shape[2], device=q.device)
+        far = (places[:, None] - places[None, :]).abs()
+        return (q @ k.transpose(-1, -2) - 0.3 * far).softmax(-1) @ v
+
+
 class Holes(Written):
     """Hides every token at a distance of 20, which no short look shows."""
 
@@ -327,7 +346,8 @@ LEFT = {
     Capped: "no multiple of query times key",
     Curved: "does not grow evenly",
     Flat: "far tokens does not grow as it does for near ones",
-    Bidirectional: "neither causal nor a sliding window",
+    BothWaysUpTo: "neither causal nor a sliding window",
+    BothWaysSloped: "its tokens see those after them",
     Holes: "neither causal nor a sliding window",
     HeadsDiffer: "heads hide different tokens",
     Twice: "2 times",
@@ -344,6 +364,12 @@ def test_left_alone_with_the_reason(cls):
     assert done.methods == {}
     assert LEFT[cls] in done.problems["site"]
     assert not calls
+
+
+def test_attention_both_ways_says_so():
+    done, calls = inlined(Bidirectional)
+    assert done.numbers["site"].both and done.numbers["site"].window is None
+    assert [call.mask for call in calls] == [MaskWindow(both=True)]
 
 
 def test_a_mask_too_large_to_look_at_is_left_alone():

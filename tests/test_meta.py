@@ -210,3 +210,45 @@ def test_a_config_of_another_class_than_the_checkpoint_names_is_refused():
     for named in (["LlamaForCausalLM"], ["LlamaModel"], ["OwnForCausalLM"], None):
         config.architectures = named
         assert type(build(config, torch.float32).model).__name__ == "LlamaForCausalLM"
+
+
+def test_a_class_that_cannot_name_its_embedding_is_refused_by_name():
+    """canine hashes characters into several tables, and raises an error when it is asked for one."""
+    config = CONFIG_MAPPING["canine"](**SMALL_CANINE)
+    with pytest.raises(UnsupportedModelError, match="names no input embedding"):
+        build(config, torch.float32, task="classify")
+
+
+SMALL_CANINE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_hash_buckets": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "named", "made"),
+    [
+        ("generate", None, "LlamaForCausalLM"),
+        ("embed", "LlamaForCausalLM", "LlamaModel"),
+        ("classify", "LlamaForSequenceClassification", "LlamaForSequenceClassification"),
+        ("classify", "LlamaForTokenClassification", "LlamaForTokenClassification"),
+        ("classify", None, "LlamaForSequenceClassification"),
+    ],
+)
+def test_the_task_says_which_class_is_built(task, named, made):
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    config.architectures = [named] if named else None
+    meta = build(config, torch.float32, task=task)
+    assert (type(meta.model).__name__, meta.task) == (made, task)
+    assert type(meta.base).__name__ == "LlamaModel"
+    assert (meta.head_path is None) is (task != "generate")
+
+
+def test_a_config_without_a_classifier_is_refused():
+    config = CONFIG_MAPPING["ctrl"](n_embd=32, n_layer=1, n_head=4, dff=48)
+    config.architectures = ["CTRLForTokenClassification"]
+    with pytest.raises(UnsupportedModelError, match="no model ForTokenClassification"):
+        build(config, torch.float32, task="classify")

@@ -46,7 +46,7 @@ register()
 print("registered", where())
 print("wrapped-once", type(ModelRegistry)._try_resolve_transformers is once)
 print("bloom", resolved("BloomForCausalLM", "TransformersForCausalLM"))
-print("bloom-pooling", resolved("BloomForCausalLM", "TransformersForSequenceClassification"))
+print("bloom-multimodal", resolved("BloomForCausalLM", "TransformersMultiModalForSequenceClassification"))
 print("resolved-before", resolved("TransformersHybridForCausalLM", "TransformersHybridForCausalLM"))
 from vllm.config import CompilationConfig, ModelConfig
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -84,7 +84,7 @@ def test_disabled_leaves_vllms_own_backend(said):
 def test_models_that_write_attention_out_are_admitted_to_our_classes_only(said):
     refused = "The Transformers implementation of 'BloomForCausalLM' is not compatible with vLLM."
     assert said["bloom"] == "TransformersForCausalLM"
-    assert said["bloom-pooling"] == refused, "it would get a class of vLLM's own, which cannot serve it"
+    assert said["bloom-multimodal"] == refused, "it would get a class of vLLM's own, which cannot serve it"
     assert said["wrapped-once"] == "True"
     assert said["bloom-disabled"] == refused
     assert said["untouched"] == "True"

@@ -81,6 +81,13 @@ SIGNATURES = {
     "vllm.compilation.decorators:support_torch_compile": "dynamic_arg_dims",
     "vllm.model_executor.models.registry:ModelRegistry.register_model": "model_arch model_cls",
     "vllm.model_executor.models.registry:ModelRegistry._try_resolve_transformers": "architecture model_config",
+    "vllm.model_executor.layers.attention:EncoderOnlyAttention": "num_heads head_size scale cache_config",
+    "vllm.model_executor.layers.pooler:DispatchPooler.for_seq_cls": "pooler_config pooling classifier",
+    "vllm.model_executor.layers.pooler:DispatchPooler.for_embedding": "pooler_config",
+    "vllm.model_executor.layers.pooler.seqwise:pooler_for_classify": "pooler_config pooling",
+    "vllm.model_executor.layers.pooler.tokwise:pooler_for_token_classify": "pooler_config classifier",
+    "vllm.model_executor.layers.pooler:PoolingParamsUpdate": "requires_token_ids",
+    "vllm.transformers_utils.config:get_hf_file_to_dict": "file_name model revision",
     "vllm.v1.attention.backend:AttentionImpl": "alibi_slopes sliding_window",
 }
 
@@ -139,3 +146,28 @@ def test_shards_of_a_qkv_projection_are_called_q_k_v():
 
     source = inspect.getsource(QKVParallelLinear)
     assert all(f'"{shard}"' in source for shard in "qkv")
+
+
+def test_the_engine_notes_who_chose_the_pooling():
+    """mixins/pooling.py follows the user, then sentence-transformers' files, then the model's own class."""
+    from vllm.config import ModelConfig
+
+    source = inspect.getsource(ModelConfig)
+    assert "self._pooler_config_sources = pooler_config_sources" in source
+    for value in ('"user"', '"sentence_transformers"', '"model_default"'):
+        assert value in source
+
+
+def test_cls_means_whole_prompts():
+    """models.py says "CLS" so that vLLM cuts no prompt and begins none from a cache."""
+    from vllm.config import ModelConfig
+
+    source = inspect.getsource(ModelConfig.attn_type.fget)
+    assert "default_seq_pooling_type" in source and 'return "encoder_only"' in source
+
+
+def test_both_windows_count_the_token_itself():
+    """A window of attention both ways is as wide as one of causal attention, to either side."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    assert "(sliding_window - 1, sliding_window - 1)" in inspect.getsource(FlashAttentionImpl.__init__)

@@ -38,6 +38,7 @@ def serving_spec(config: VllmConfig) -> ServingSpec:
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         device=config.device_config.device_type,
         compiled=config.compilation_config.mode != CompilationMode.NONE,
+        whole_prompts=_whole_prompts(config),
         mla=mla_sizes(config),
         stateless=_stateless(config),
     )
@@ -51,6 +52,12 @@ def _stateless(config: VllmConfig) -> str:
     if not (model.is_hybrid or model.is_attention_free):
         return "Transformers' cache for its config has no state"
     return ""
+
+
+def _whole_prompts(config: VllmConfig) -> bool:
+    """Whether each call holds whole prompts: those of a pooling model, neither cut nor begun from a cache."""
+    pooling = config.model_config.runner_type == "pooling"
+    return pooling and not (config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching)
 
 
 def build_context(config: VllmConfig) -> BuildContext:

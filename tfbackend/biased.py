@@ -19,7 +19,7 @@ from torch import nn
 from tfbackend.graph.eager import EagerCall, eager_calls
 from tfbackend.graph.inline import InlineError
 from tfbackend.graph.interface import HARMLESS, InlineNumbers
-from tfbackend.graph.masks import UNREADABLE
+from tfbackend.graph.masks import UNREADABLE, MaskWindow
 from tfbackend.graph.observe import TOKENS, AttentionCall, Observation, observe
 from tfbackend.graph.own_masks import given_window
 from tfbackend.graph.rehearsal import Rehearsal
@@ -82,6 +82,17 @@ class BiasReader:
         self._look_far(path, call, window)
         text = _biased_text(forward_source(type(module)), heard, bias)
         return text, InlineNumbers(scale, window, key_bias=True, max_context=self.bound)
+
+    def plain(self, path: str) -> MaskWindow | None:
+        """What the mask of the module hides, if that is nothing and it adds nothing; else None."""
+        call = self.rehearsal.seen.attention[path][0]
+        for tokens in (TOKENS, self.wanted):
+            if call.query[1] * tokens * tokens > _MOST:
+                return None
+            heard = self._hear(path, tokens)
+            if heard.added is None or bool(heard.added.any()):
+                return None
+        return MaskWindow(both=True)
 
     def _look_far(self, path: str, call: AttentionCall, window: int | None) -> None:
         tokens, heads = self.wanted if self.bound is None else self.bound, call.query[1]

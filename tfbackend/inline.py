@@ -33,6 +33,7 @@ from tfbackend.graph.inline import (
     InlineAttention,
     InlineError,
     Measured,
+    check_both_ways,
     check_rises,
     find_inline,
     layouts,
@@ -41,6 +42,7 @@ from tfbackend.graph.inline import (
 )
 from tfbackend.graph.interface import RUN_ERRORS, InlineNumbers, answering
 from tfbackend.graph.kinds import tampered
+from tfbackend.graph.masks import MaskWindow
 from tfbackend.graph.observe import Observation
 from tfbackend.graph.own_masks import combined, given_window, long_rises, own_windows, window_of
 from tfbackend.graph.rehearsal import Rehearsal
@@ -69,12 +71,14 @@ class Inlined:
         numbers: module path -> what its attention does.
         problems: module path -> why its attention stays where it is.
         masks: likewise for modules that call the interface with a mask that they computed.
+        plain: what such masks hide that add nothing to what they do not hide.
     """
 
     methods: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, InlineNumbers] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     masks: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, MaskWindow] = field(default_factory=dict)
 
 
 @contextmanager
@@ -143,6 +147,8 @@ class _Adoption:
             for problems in (done.problems, done.masks):
                 if speaker in problems:
                     problems[path] = problems[speaker]
+            if speaker in done.plain:
+                done.plain[path] = done.plain[speaker]
         return done
 
     def _adopt_masked(self, paths: list[str]) -> None:
@@ -151,6 +157,9 @@ class _Adoption:
         reader = BiasReader(self.rehearsal, bound, longest)
         for path in paths:
             with self._leaving(path):
+                if bound is None and (plain := reader.plain(path)) is not None:
+                    self.done.plain[path] = plain
+                    continue
                 self.done.methods[path], self.done.numbers[path] = reader.read(path)
 
     def _adopt_all(self, paths: list[str]) -> None:
@@ -164,12 +173,12 @@ class _Adoption:
         slopes = {
             path: found.slopes or (0.0,) * one[path].query.shape[1]
             for path, found in measured.items()
-            if not bool(one[path].visible.all())
+            if not bool(one[path].visible.all()) or bool(masked[path].visible.all())
         }
         windows = own_windows(self.rehearsal, slopes, self._longest()) if slopes else {}
         for path, found in measured.items():
             with self._leaving(path):
-                self._adopt(path, found, masked[path], windows.get(path))
+                self._adopt(path, found, one[path], masked[path], windows.get(path))
 
     def _look_far(self, measured: dict[str, Measured]) -> None:
         """Check the slopes over a long context: bfloat16 holds the first 256 places exactly and no more."""
@@ -227,16 +236,21 @@ class _Adoption:
         self.rehearsal.run(dict.fromkeys(paths, visit), seed=seed, hiding=hiding)
         return found
 
-    def _adopt(self, path: str, measured: Measured, masked: InlineAttention, own: int | str | None) -> None:
+    def _adopt(
+        self, path: str, measured: Measured, one: InlineAttention, masked: InlineAttention, own: int | str | None
+    ) -> None:
         if isinstance(own, str):
             raise InlineError(own)
         given = given_window(self.rehearsal, path)
         if given is not None and given.chunk is not None:
             raise InlineError("its mask hides what is not of a token's chunk")
         window = combined(own, given.window if given else None)
-        _check_visible(masked, window)
+        both = given.both if given is not None else bool(masked.visible.all())
+        if both:
+            check_both_ways(one, measured)
+        _check_visible(masked, window, both=both)
         self.done.methods[path] = _cut_text(type(self.base.get_submodule(path)), masked)
-        self.done.numbers[path] = InlineNumbers(measured.scale, window, measured.slopes, measured.rounded)
+        self.done.numbers[path] = InlineNumbers(measured.scale, window, measured.slopes, measured.rounded, both=both)
 
     def _prove(self) -> None:
         """Run each cut module beside its original, with an attention in plain torch."""
@@ -257,7 +271,8 @@ class _Adoption:
 def _attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
     numbers: InlineNumbers = keywords["inline"]
     spec = AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], numbers.scale, numbers.window)
-    attention = replace(spec, alibi_slopes=numbers.alibi_slopes, key_bias=numbers.key_bias).reference()
+    spec = replace(spec, alibi_slopes=numbers.alibi_slopes, key_bias=numbers.key_bias, both=numbers.both)
+    attention = spec.reference()
     return attention(q, k, v, key_bias=keywords.get("key_bias"))
 
 
@@ -279,9 +294,14 @@ def _difference(before: Any, after: Any, tolerance: float) -> str:
     return "" if compared else "the cut one gives nothing"
 
 
-def _check_visible(masked: InlineAttention, window: int | None) -> None:
+def _check_visible(masked: InlineAttention, window: int | None, *, both: bool) -> None:
     """Whether under the model's own masks the first tokens are hidden as the window says."""
     tokens = masked.visible.shape[-1]
+    if both:
+        places = torch.arange(tokens)
+        if not bool((masked.visible == MaskWindow(window, both=True).sees(places[:, None], places[None, :])).all()):
+            raise InlineError("what it hides is no window on both sides")
+        return
     wanted = None if window is None or window >= tokens else window
     for head in masked.visible:
         seen = window_of(head)

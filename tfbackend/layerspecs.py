@@ -268,6 +268,7 @@ class AttentionSpec:
         max_context: tokens of the longest context in which the original attends as this does; None for any.
         chunk: a token sees those of its own chunk of so many only, the first beginning at the first token; None for no
             chunks.
+        both: whether a token sees those behind it too, `window - 1` of them; keys and values are then not cached.
     """
 
     num_heads: int
@@ -282,6 +283,7 @@ class AttentionSpec:
     key_bias: bool = False
     max_context: int | None = None
     chunk: int | None = None
+    both: bool = False
 
     @property
     def cached_dim(self) -> int:
@@ -294,7 +296,7 @@ class AttentionSpec:
 
     def cached_numbers(self, tp_size: int) -> int:
         """Numbers that each rank keeps of a token: keys and values of its share of the KV heads, of one at least."""
-        return max(1, self.num_kv_heads // tp_size) * 2 * self.cached_dim
+        return 0 if self.both else max(1, self.num_kv_heads // tp_size) * 2 * self.cached_dim
 
     def reference(self) -> nn.Module:
         return _ReferenceAttention(self)
@@ -305,6 +307,7 @@ class AttentionSpec:
         widths += ", a bias for each key" if self.key_bias else ""
         widths += f", padded to {self.cached_dim}" if self.key_bias or self.v_head_dim != self.head_dim else ""
         parts = [f"attention {self.num_heads}/{self.num_kv_heads} heads of {widths}, scale {self.scale:.4g}"]
+        parts += ["both ways"] if self.both else []
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"chunks of {self.chunk}"] if self.chunk else []
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
@@ -340,6 +343,8 @@ class _ReferenceAttention(nn.Module):
         if spec.alibi_slopes is not None:
             scores = scores - torch.tensor(spec.alibi_slopes)[:, None, None] * distance
         hidden = (distance < 0) | (distance >= (spec.window or math.inf))
+        if spec.both:
+            hidden = distance.abs() >= (spec.window or math.inf)
         if spec.chunk is not None:
             numbers = torch.arange(tokens) // spec.chunk
             hidden |= numbers[:, None] != numbers[None, :]
@@ -363,6 +368,25 @@ class AllKeysSpec:
         return "picks all keys, so nothing is picked"
 
 
+@dataclass(frozen=True)
+class IdleSpec:
+    """Nothing, in place of a module from which nothing follows that is asked for."""
+
+    def reference(self) -> nn.Module:
+        return Idle()
+
+    def __str__(self) -> str:
+        return "not run, nothing follows from it"
+
+
+class Idle(nn.Module):
+    """Hands on the first thing that it is given."""
+
+    def forward(self, *args: object, **keywords: object) -> object:
+        """Anything -> its first argument."""
+        return next(iter((*args, *keywords.values())), None)
+
+
 class AllKeys(nn.Module):
     """Takes any tensors and gives an empty one."""
 
@@ -374,6 +398,7 @@ class AllKeys(nn.Module):
 
 LayerSpec = (
     AllKeysSpec
+    | IdleSpec
     | FixedRopeSpec
     | GrownTableSpec
     | LinearSpec

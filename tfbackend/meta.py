@@ -1,7 +1,7 @@
 """Stage 1: a config becomes the Transformers model on the meta device, with its buffers real.
 
-The whole `...ForCausalLM` is built, not the base model alone: what its forward does between the base model's output and
-the logits has to be read from the class that does it.
+The whole `...ForCausalLM` or `...ForSequenceClassification` is built, not the base model alone: what its forward does
+between the base model's output and the logits has to be read from the class that does it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ WITH_MASKS = "tfbackend-with-masks"
 """Likewise, for models that cannot go without the masks that Transformers makes."""
 
 
+GENERATE, CLASSIFY, EMBED = TASKS = ("generate", "classify", "embed")
+"""What a model is served for: the logits of the next token, those of its labels, or its hidden states."""
+
+
 @dataclass(frozen=True)
 class MetaModel:
     """The model on meta and the places in it that the later stages ask for.
@@ -48,6 +52,7 @@ class MetaModel:
         embedding_path: path of the vocabulary embedding.
         head_path: path of the linear that gives logits, None where there is none.
         tied: whether head and embedding are one parameter.
+        task: one of TASKS.
     """
 
     model: PreTrainedModel
@@ -55,6 +60,7 @@ class MetaModel:
     embedding_path: str
     head_path: str | None
     tied: bool
+    task: str = GENERATE
 
     @property
     def base(self) -> PreTrainedModel:
@@ -76,14 +82,16 @@ def give_masks(meta: MetaModel) -> None:
     _set_attention(meta.model.config, WITH_MASKS)
 
 
-def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> MetaModel:
+def build(
+    config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False, task: str = GENERATE
+) -> MetaModel:
     """Build the model of `config` on meta, parameters in `dtype`.
 
     The config is copied first: its attention implementation is set to ours.
 
     Raises:
         ConfigError: the config has a value that the model class cannot be built with.
-        UnsupportedModelError: Transformers has no causal language model for this config.
+        UnsupportedModelError: Transformers has no model for this config that does the task.
     """
     check_config(config)
     register_interfaces()
@@ -91,14 +99,19 @@ def build(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bo
     _set_interfaces(config)
     _restore_window(config)
     with init_empty_weights(include_buffers=False), torch.device("cpu"), _default_dtype(dtype):
-        model = _instantiate(config, dtype, trust_remote_code)
+        model = _instantiate(config, dtype, trust_remote_code, task)
     _check_class(model, config)
     _set_attention(model.config, INTERFACE_NAME)
     model.eval()
     _spare_the_warning(model)
     for name in ("use_cache", "output_attentions", "output_hidden_states"):
         setattr(model.config, name, False)
-    return MetaModel(model, *_places(model))
+    if task == EMBED:
+        return MetaModel(model, *_places_of_base(model), task)
+    base_path, embedding_path, head_path, tied = _places(model)
+    if task == CLASSIFY:
+        head_path, tied = None, False
+    return MetaModel(model, base_path, embedding_path, head_path, tied, task)
 
 
 def named_config_class(config: PretrainedConfig) -> type[PretrainedConfig] | None:
@@ -114,12 +127,12 @@ _LANGUAGE_MODEL = "ForCausalLM"
 
 
 def _check_class(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Refuse a config that makes another language model than the checkpoint names.
+    """Refuse a config that makes another model than the checkpoint names.
 
     vLLM reads the config.json of some architectures with a config class of another, and what differs gets lost.
     """
     named, made = (getattr(config, "architectures", None) or [""])[0], type(model).__name__
-    both = named.endswith(_LANGUAGE_MODEL) and made.endswith(_LANGUAGE_MODEL)
+    both = any(named.endswith(end) and made.endswith(end) for end in (_LANGUAGE_MODEL, *_CLASSIFIERS))
     if named != made and both and hasattr(transformers, named):
         raise UnsupportedModelError(
             "The config makes another model than the one that the checkpoint names.",
@@ -130,16 +143,17 @@ def _check_class(model: PreTrainedModel, config: PretrainedConfig) -> None:
         )
 
 
-def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool, task: str) -> PreTrainedModel:
+    auto = _auto_class(config, task)
     try:
-        return _from_config(config, dtype, trust_remote_code)
+        return _from_config(auto, config, dtype, trust_remote_code)
     except _BUILD_ERRORS as error:
         if not _refuses_ours(error):
             raise _build_error(config, error) from error
     # The class chooses among attention classes of its own; the plainest one writes out what it does.
     _set_attention(config, "eager")
     try:
-        return _from_config(config, dtype, trust_remote_code)
+        return _from_config(auto, config, dtype, trust_remote_code)
     except _BUILD_ERRORS as error:
         raise _build_error(config, error) from error
 
@@ -147,8 +161,34 @@ def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code
 _BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError)
 
 
-def _from_config(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    auto = AutoModelForCausalLM if _has_causal_class(config) else AutoModel
+_CLASSIFIERS = {
+    "ForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+}
+
+
+def _auto_class(config: PretrainedConfig, task: str) -> Any:
+    """Transformers' automatic class for the task; classifiers of tokens are told from those of texts by the class that
+    the checkpoint names.
+
+    Raises:
+        UnsupportedModelError: it has no classifier for this config.
+    """
+    if task == EMBED:
+        return AutoModel
+    if task == GENERATE:
+        return AutoModelForCausalLM if _has_causal_class(config) else AutoModel
+    named = (getattr(config, "architectures", None) or [""])[0]
+    name = next((name for name in _CLASSIFIERS if named.endswith(name)), "ForSequenceClassification")
+    known = getattr(transformers, _CLASSIFIERS[name])
+    if f"AutoModel{name}" not in (getattr(config, "auto_map", None) or {}) and type(config) not in known:
+        raise UnsupportedModelError(
+            f"Transformers has no model {name} for this config.", where=type(config).__name__, remedy=NATIVE
+        )
+    return getattr(transformers, f"AutoModel{name}")
+
+
+def _from_config(auto: Any, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     made: PreTrainedModel = auto.from_config(config=config, dtype=dtype, trust_remote_code=trust_remote_code)
     return made
 
@@ -231,10 +271,33 @@ def check_config(config: PretrainedConfig) -> None:
         check_sizes({name: getattr(layer, name, None) for name in SIZES})
 
 
+def _places_of_base(model: PreTrainedModel) -> tuple[str, str, None, bool]:
+    """As `_places`, where the whole model is the base model."""
+    return "", _embedding_path(model), None, False
+
+
 def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:
     base = _base_of(model)
     base_path = "" if base is model else next(name for name, module in model.named_modules() if module is base)
-    embedding = model.get_input_embeddings()
+    embedding_path = _embedding_path(model)
+    head = model.get_output_embeddings() if base is not model else None
+    if head is None and base is not model:
+        head = _widest_linear_outside(model, base)
+    head_path = next((name for name, module in model.named_modules() if module is head), None) if head else None
+    tied = bool(head_path) and _is_tied(model, head_path or "")
+    return base_path, embedding_path, head_path, tied
+
+
+def _input_embedding(model: PreTrainedModel) -> nn.Module | None:
+    try:
+        found: nn.Module | None = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return found
+
+
+def _embedding_path(model: PreTrainedModel) -> str:
+    embedding = _input_embedding(model)
     paths = [name for name, module in model.named_modules() if module is embedding]
     if not paths:
         raise UnsupportedModelError(
@@ -243,18 +306,13 @@ def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:
             needed="get_input_embeddings() to return a module of the model",
             remedy="Define get_input_embeddings in the modelling file",
         )
-    head = model.get_output_embeddings() if base is not model else None
-    if head is None and base is not model:
-        head = _widest_linear_outside(model, base)
-    head_path = next((name for name, module in model.named_modules() if module is head), None) if head else None
-    tied = bool(head_path) and _is_tied(model, head_path or "")
-    return base_path, paths[0], head_path, tied
+    return str(paths[0])
 
 
 def _base_of(model: PreTrainedModel) -> Any:
     """The base model; where a class names another prefix than the attribute it is at, the one child that embeds."""
     base: Any = model.base_model
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = model.get_output_embeddings(), _input_embedding(model)
     if base is not model or head is None:
         return base
     within = [child for child in model.children() if any(m is embedding for m in child.modules())]

@@ -12,14 +12,20 @@ from vllm.model_executor.models.interfaces import (
     IsAttentionFree,
     IsHybrid,
     MixtureOfExperts,
+    SupportsCrossEncoding,
     SupportsLoRA,
     SupportsMambaPrefixCaching,
     SupportsQuant,
 )
+from vllm.model_executor.models.interfaces_base import VllmModelForPooling, attn_type, default_pooling_type
 
 from tfbackend.mixins.causal import CausalMixin
 from tfbackend.mixins.hybrid import AttentionFreeMixin, HybridMixin
 from tfbackend.mixins.moe import MoEMixin
+from tfbackend.mixins.pooling import EmbeddingMixin, SequenceClassificationMixin
+
+# To vLLM both mean that each call holds whole prompts. Which token counts is not for a class of many models to say.
+_cls, _whole = default_pooling_type(seq_pooling_type="CLS"), attn_type("encoder_only")
 
 
 class TransformersForCausalLM(CausalMixin, SupportsLoRA, SupportsQuant):
@@ -74,3 +80,39 @@ class TransformersMoEAttentionFreeForCausalLM(
     SupportsMambaPrefixCaching,
 ):
     """Text models with experts, and state in place of attention."""
+
+
+@_cls
+@_whole
+class TransformersEmbeddingModel(EmbeddingMixin, SupportsLoRA, SupportsQuant, VllmModelForPooling):
+    """Text models that give a vector."""
+
+
+@_cls
+@_whole
+class TransformersMoEEmbeddingModel(
+    MoEMixin, EmbeddingMixin, SupportsLoRA, SupportsQuant, MixtureOfExperts, VllmModelForPooling
+):
+    """Text models with experts that give a vector."""
+
+
+@_cls
+@_whole
+class TransformersForSequenceClassification(
+    SequenceClassificationMixin, SupportsLoRA, SupportsQuant, SupportsCrossEncoding, VllmModelForPooling
+):
+    """Text models that label a text, or each of its tokens."""
+
+
+@_cls
+@_whole
+class TransformersMoEForSequenceClassification(
+    MoEMixin,
+    SequenceClassificationMixin,
+    SupportsLoRA,
+    SupportsQuant,
+    MixtureOfExperts,
+    SupportsCrossEncoding,
+    VllmModelForPooling,
+):
+    """Text models with experts that label a text, or each of its tokens."""

@@ -15,17 +15,19 @@ from typing import Any
 
 from torch import nn
 
+from tfbackend.classifier import ClassifierPlan, unread_parts
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
 from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
-from tfbackend.graph.numbering import numbers_by_tokens
+from tfbackend.graph.numbering import TokenNumbering
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.graph.selection import Selection, find_selection
+from tfbackend.graph.token_types import has_plain_types
 from tfbackend.graph.trial import plain_float32
 from tfbackend.grouping import Grouped, counts_kept
-from tfbackend.head import HeadPlan, plan_head
+from tfbackend.head import HeadPlan
 from tfbackend.inline import Inlined, behind_interface, scratch
 from tfbackend.layerspecs import (
     COLWISE,
@@ -36,16 +38,16 @@ from tfbackend.layerspecs import (
     ROWWISE_SPLIT,
     AttentionSpec,
 )
-from tfbackend.meta import MetaModel
+from tfbackend.meta import GENERATE, MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
+from tfbackend.plan_reading import explained, parts_read, read_heads, read_token_numbering
 from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, looped_refusals
 from tfbackend.positions import Numbered, following_positions
 from tfbackend.proof import Prover
 from tfbackend.refusals import (
     inline_refusal,
     mixing_refusal,
-    padding_refusal,
     positions_refusal,
     unobserved_refusal,
 )
@@ -76,7 +78,10 @@ class Plan:
         unproven: "qualname: why" of rewrites that the proof budget left out.
         proofs: how many kinds of rewrite were proven, and how many of them from the cache.
         head: what the head class does between the base model's output and the logits.
-        base_path, embedding_path, head_path, tied: see meta.MetaModel.
+        numbering: how the model numbers its tokens by looking at which they are; None where it takes positions.
+        typed: whether each call may be given types of tokens.
+        classifier: what a class does between the hidden states and the logits of its labels, where it is one.
+        task, base_path, embedding_path, head_path, tied: see meta.MetaModel.
         layers: path of the list of decoder layers, relative to the base model.
         forwards: the text of every forward that changes, by site.
         methods: likewise of another method, where attention that a model wrote out was cut from one.
@@ -99,6 +104,10 @@ class Plan:
     methods: Mapping[str, str] = field(default_factory=dict)
     masked: bool = False
     numbered: tuple[str, ...] = ()
+    task: str = GENERATE
+    classifier: ClassifierPlan | None = None
+    numbering: TokenNumbering | None = None
+    typed: bool = False
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -125,6 +134,11 @@ class Plan:
             for _, spec in rewrite.children:
                 if isinstance(spec, (AttentionSpec, MLASpec)):
                     yield rewrite.qualname, spec
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens see those after them, in any layer."""
+        return any(isinstance(spec, AttentionSpec) and spec.both for _, spec in self.attention)
 
     @property
     def max_context(self) -> int | None:
@@ -195,7 +209,7 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
             observation = observe(base)
         assert not observation.problem, observation.problem
         numbered = edited.enter_context(following_positions(base, observation, directory))
-        observation = _explained(numbered.observation, inlined)
+        observation = explained(numbered.observation, inlined)
         observation = replace(observation, selection=find_selection(base, observation))
         plan, refusals = _decide(meta, serving, prover, replace(numbered, observation=observation), inlined)
         return replace(plan, forwards={**grouped.forwards, **plan.forwards}), refusals
@@ -205,9 +219,12 @@ def _decide(
     meta: MetaModel, serving: ServingSpec, prover: Prover, numbered: Numbered, inlined: Inlined
 ) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
     base, observation = meta.base, numbered.observation
+    head, classifier, refusals = read_heads(meta, observation)
+    if meta.task != GENERATE:
+        idle = unread_parts(base, observation, parts_read(meta, classifier))
+        observation = replace(observation, idle=idle)
     planner = _Planner(meta, serving, observation)
     rewrites, misses, unproven = _collect_proven(planner, prover)
-    head, refusals = _head(meta, observation)
     plan = Plan(
         architecture=type(meta.model).__name__,
         rewrites=tuple(rewrites),
@@ -220,6 +237,8 @@ def _decide(
         layers=_layer_list(base),
         unproven=tuple(unproven),
         proofs=prover.counts,
+        task=meta.task,
+        classifier=classifier,
     )
     refusals += map(inline_refusal, inlined.problems.items())
     refusals += attention_refusals(plan, observation, serving, inlined)
@@ -232,23 +251,13 @@ def _decide(
         refusals.append(mixing_refusal(path, found, missed.get(path, "")))
     if numbered.problem:
         refusals.append(positions_refusal((observation.counting or numbered.modules)[0], numbered.problem))
-    if table := numbers_by_tokens(base, planner.vocabulary):
-        refusals.append(padding_refusal(table))
+    numbering = read_token_numbering(meta, serving, observation, planner.vocabulary, refusals)
     forwards, methods = _texts(plan, planner.sites, inlined, numbered)
     masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
     plan = replace(plan, forwards=forwards, methods=methods, masked=masked, numbered=numbered.modules)
+    typed = serving.whole_prompts and has_plain_types(base, observation)
+    plan = replace(plan, numbering=numbering, typed=typed)
     return plan, tuple(refusals)
-
-
-def _explained(observation: Observation, inlined: Inlined) -> Observation:
-    """The observation with what is known of masks that could not be served."""
-    attention = {
-        path: [replace(c, mask_problem=f"{c.mask_problem}: {inlined.masks[path]}") for c in calls]
-        if path in inlined.masks
-        else calls
-        for path, calls in observation.attention.items()
-    }
-    return replace(observation, attention=attention)
 
 
 def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], list[Miss], list[str]]:
@@ -275,13 +284,6 @@ def _lone_latents(rewrites: Sequence[Rewrite]) -> list[Miss]:
         return []
     reason = f"keys and values are cached whole, as in {whole[0].qualname}, which cannot do without"
     return [Miss(r.fuser, r.qualname, reason) for r in latent]
-
-
-def _head(meta: MetaModel, observation: Observation) -> tuple[HeadPlan | None, list[UnsupportedModelError]]:
-    try:
-        return (plan_head(meta, observation) if meta.base_path else None), []
-    except UnsupportedModelError as error:
-        return None, [error]
 
 
 def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:

@@ -15,7 +15,14 @@ SUPPORTED_TRANSFORMERS = (5, 16)
 
 _PLAIN = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 _ATTENTION_FREE = ("TransformersAttentionFreeForCausalLM", "TransformersMoEAttentionFreeForCausalLM")
-_CLASSES = (*_PLAIN, "TransformersHybridForCausalLM", "TransformersMoEHybridForCausalLM", *_ATTENTION_FREE)
+_POOLING = (
+    "TransformersEmbeddingModel",
+    "TransformersMoEEmbeddingModel",
+    "TransformersForSequenceClassification",
+    "TransformersMoEForSequenceClassification",
+)
+_HYBRID = ("TransformersHybridForCausalLM", "TransformersMoEHybridForCausalLM")
+_CLASSES = (*_PLAIN, *_HYBRID, *_ATTENTION_FREE, *_POOLING)
 _STATE_BACKEND, _STATE_OP = "tfbackend.layers.state.StateBackend", "vllm::tfbackend_state"
 
 

@@ -35,6 +35,7 @@ from tfbackend.layerspecs import (
     EmbeddingSpec,
     FixedRopeSpec,
     GrownTableSpec,
+    IdleSpec,
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
@@ -152,7 +153,7 @@ def needs_no_proof(rewrite: Rewrite) -> bool:
     of linears and mixers with their state were read by comparing."""
     if isinstance(rewrite.layer, (LoopedExpertsSpec, GroupedLinearSpec)) or rewrite.fuser in _COMPARED:
         return True
-    if isinstance(rewrite.layer, (AllKeysSpec, LinearSpec, FixedRopeSpec, GrownTableSpec)):
+    if isinstance(rewrite.layer, (AllKeysSpec, IdleSpec, LinearSpec, FixedRopeSpec, GrownTableSpec)):
         return not rewrite.weights
     only_says = not (rewrite.layer or rewrite.children or rewrite.edits or rewrite.attributes)
     return rewrite.fuser == "attention" or only_says

@@ -18,13 +18,22 @@ def positions_refusal(path: str, problem: str) -> UnsupportedModelError:
     )
 
 
-def padding_refusal(path: str) -> UnsupportedModelError:
+def padding_refusal(path: str, why: str = "") -> UnsupportedModelError:
     return UnsupportedModelError(
         "The model numbers its tokens without those that are padding, which an engine does not look for.",
         where=path,
-        found="positions computed from the token ids where none are given",
+        found="positions computed from the token ids where none are given" + (f"; {why}" if why else ""),
         needed="positions that do not depend on which tokens there are",
         remedy=NATIVE,
+    )
+
+
+def places_refusal(path: str, longest: int, wanted: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The model has positions for prompts of up to {longest} tokens: its first have none of their own.",
+        where=path,
+        found=f"prompts of up to {wanted} tokens",
+        remedy=f"Serve it with --max-model-len {longest}",
     )
 
 

@@ -21,6 +21,10 @@ def report(plan: Plan, ledger: Ledger | None = None) -> str:
     lines += [f"  {where:<32} {what}" for where, what in _folded_rewrites(plan.rewrites)]
     if plan.head is not None:
         lines += [f"  {plan.head_path or '':<32} {'tied ' if plan.tied else ''}head: {plan.head}"]
+    if plan.classifier is not None:
+        lines += [f"  {'':<32} {plan.classifier}"]
+    if plan.numbering is not None:
+        lines += [f"  {'':<32} {plan.numbering}"]
     lines += ["", f"Proven: {proven} kinds of site, {cached} of them remembered"]
     lines += [f"  unproven: {text}" for text in plan.unproven]
     lines += ["", "Not rewritten" if plan.misses else "Not rewritten: nothing that looked like a pattern was left"]

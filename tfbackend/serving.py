@@ -50,6 +50,8 @@ class ServingSpec:
         max_tokens: most tokens that one call of the model holds, of all requests together.
         device: "cpu", "cuda" ...: chooses between kernels, never between meanings.
         compiled: whether torch.compile will run over the decoder.
+        whole_prompts: whether each call holds whole prompts only, and no token is generated: a model may then see all
+            of a prompt at once.
         mla: widths for which the engine has kernels over a cache of latents, or why it has none.
         stateless: why the engine keeps no state of a request but keys and values; "" where it does.
     """
@@ -64,5 +66,6 @@ class ServingSpec:
     max_tokens: int = 8192
     device: str = "cpu"
     compiled: bool = False
+    whole_prompts: bool = False
     mla: MLASizes | str = MLA_OFF
     stateless: str = ""

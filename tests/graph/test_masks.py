@@ -9,6 +9,7 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     chunked_causal_mask_function,
+    sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
 
@@ -46,6 +47,30 @@ def test_any_chunk_is_recovered(size):
 def test_transformers_own_functions():
     assert mask_window(causal_mask_function) == MaskWindow(None)
     assert mask_window(sliding_window_causal_mask_function(37)) == MaskWindow(37)
+
+
+def test_masks_on_both_sides():
+    """Transformers counts the distance that is still seen, a MaskWindow the first that is not."""
+    assert mask_window(bidirectional_mask_function) == MaskWindow(both=True)
+    found = mask_window(sliding_window_bidirectional_mask_function(37))
+    assert found == MaskWindow(38, both=True)
+    q, kv = torch.tensor([50, 50, 50, 50]), torch.tensor([13, 12, 87, 88])
+    assert found.sees(q, kv).tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, q, kv: (q - kv < 20) & (kv - q < 21),  # further ahead than back
+        lambda b, h, q, kv: (q - kv < 20) & (kv - q < 3),
+        lambda b, h, q, kv: q // 8 == kv // 8,  # chunks, seen from both ends
+        lambda b, h, q, kv: (q != kv + 5) & (q != kv - 5),
+        lambda b, h, q, kv: kv <= q + 1,
+    ],
+)
+def test_what_is_no_window_on_both_sides(function):
+    with pytest.raises(UnsupportedModelError):
+        mask_window(function)
 
 
 def _prefix(b, h, q, kv):
@@ -100,7 +125,6 @@ def _chunked_window(b, h, q, kv):
 @pytest.mark.parametrize(
     "function",
     [
-        bidirectional_mask_function,
         chunked_causal_mask_function(8, torch.tensor([3])),
         chunked_causal_mask_function(8192, torch.tensor([4096])),
         _chunks_that_see_one_back,

@@ -11,6 +11,7 @@ from tfbackend.fusers.fixed_rope import FixedRopeFuser
 from tfbackend.fusers.glu import GLUFuser
 from tfbackend.fusers.grouped_linear import GroupedLinearFuser
 from tfbackend.fusers.grown_table import GrownTableFuser
+from tfbackend.fusers.idle import IdleFuser
 from tfbackend.fusers.linear import LinearFuser
 from tfbackend.fusers.linear_pair import LinearPairFuser
 from tfbackend.fusers.looped_experts import LoopedExpertsFuser
@@ -27,6 +28,7 @@ from tfbackend.fusers.state import StateFuser
 FUSERS: tuple[Fuser, ...] = (
     StateFuser(),
     SelectionFuser(),
+    IdleFuser(),
     MLAFuser(),
     LoopedExpertsFuser(),
     GroupedLinearFuser(),

@@ -62,6 +62,8 @@ class AttentionFuser:
                 return f"already has an attribute called {name}"
         if len(calls) > 1 and any(call.keywords.get("s_aux") is not None for call in calls):
             return f"calls the attention interface {len(calls)} times in one forward, with sinks"
+        if not site.serving.whole_prompts and any(call.mask is not None and call.mask.both for call in calls):
+            return "a token sees those after it, for which each call would have to hold whole prompts"
         context = (site.observation.selection, site.serving.max_model_len)
         return next(filter(None, (call_problem(call, *context) for call in calls)), "")
 
@@ -72,6 +74,8 @@ def call_problem(call: AttentionCall, selection: Selection | str | None = None, 
         return call.mask_problem
     if spec_of(call, selection, longest).chunk and (problem := _chunk_problem(call)):
         return f"hides what is not of a token's chunk of {call.mask.chunk}, with {problem}"
+    if call.mask.both and (problem := _both_problem(call)):
+        return f"a token sees those after it, with {problem}"
     if call.query[0] != 1 or call.key[2] != call.query[2]:
         return f"query {tuple(call.query)} and key {tuple(call.key)} are not of the same tokens"
     if call.query[2] != TOKENS:
@@ -104,6 +108,17 @@ def _chunk_problem(call: AttentionCall) -> str:
     return "value heads of another width" if call.value[3] != call.query[3] else ""
 
 
+def _both_problem(call: AttentionCall) -> str:
+    """What vLLM's attention without a cache has no place for."""
+    if call.keywords.get(PICKED) is not None:
+        return "a choice of keys"
+    return (
+        "bounds on its context"
+        if (inline := _inline(call)) is not None and inline.max_context
+        else _chunk_problem(call)
+    )
+
+
 def _layer_names(calls: int) -> tuple[str, ...]:
     return ("attn", *(f"attn_{number}" for number in range(2, calls + 1)))
 
@@ -134,6 +149,7 @@ def spec_of(call: AttentionCall, selection: Selection | str | None = None, longe
         sinks=sinks.name if sinks is not None else None,
         alibi_slopes=inline.alibi_slopes if inline else None,
         key_bias=inline.key_bias if inline else False,
+        both=bool(call.mask and call.mask.both),
         max_context=inline.max_context if inline else bound if call.keywords.get(PICKED) is not None else None,
     )
 
@@ -149,7 +165,12 @@ def _keyword_problem(key: str, value: Any, call: AttentionCall) -> str:
     if key == "dropout":
         return "" if value == 0.0 else f"dropout {value} in evaluation"
     if key == "is_causal":
-        return "" if value is True else "is_causal is not True"
+        both = call.mask is not None and call.mask.both
+        return (
+            ""
+            if isinstance(value, bool) and value is not both
+            else f"is_causal is {value}, and its mask says otherwise"
+        )
     if key == "s_aux":
         if not isinstance(value, OwnParameter):
             return "its attention sinks are no parameter of the module"

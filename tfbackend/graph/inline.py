@@ -205,6 +205,18 @@ class Measured:
     rounded: bool
 
 
+def check_both_ways(one: InlineAttention, measured: Measured) -> None:
+    """Whether of the tokens behind one the scores are made as of those before it.
+
+    Raises:
+        InlineError: they are not, or something is added to them.
+    """
+    added = one.logits.double() - measured.scale * one.products
+    off = (added - added[..., :1]).abs().max().item()
+    if measured.slopes is not None or not off <= _EXACT * one.logits.abs().max().item():
+        raise InlineError("it adds something to the scores, and its tokens see those after them")
+
+
 _EXACT = 1e-4
 _ROUNDED = 2.0**-7
 """What two numbers, each rounded to bfloat16, may be off together, relative to the larger."""

@@ -114,6 +114,7 @@ class InlineNumbers:
         rounded: whether the original rounds its ALiBi bias to bfloat16.
         key_bias: whether each key has a bias.
         max_context: tokens beyond which the original leaves some out.
+        both: whether a token sees those after it too.
     """
 
     scale: float
@@ -122,6 +123,7 @@ class InlineNumbers:
     rounded: bool = False
     key_bias: bool = False
     max_context: int | None = None
+    both: bool = False
 
 
 def inline_attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -144,7 +146,7 @@ def key_biased_attention(
 
 def _measured(module: nn.Module) -> dict[str, Any]:
     numbers: InlineNumbers | None = getattr(module, "inline_numbers", None)
-    return {} if numbers is None else {"scaling": numbers.scale, "is_causal": True, "inline": numbers}
+    return {} if numbers is None else {"scaling": numbers.scale, "is_causal": not numbers.both, "inline": numbers}
 
 
 POSITIONS = "tfb_positions"

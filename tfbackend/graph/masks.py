@@ -17,21 +17,24 @@ from tfbackend.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class MaskWindow:
-    """What a mask lets a token see of itself and the tokens before it.
+    """What a mask lets a token see of itself and the tokens before it, or of all.
 
     Attributes:
         window: itself and the `window - 1` before it; None for no such limit.
         chunk: only those of its own chunk, of which the first begins at the first token; None for no chunks.
+        both: whether it sees as far behind it as before it.
     """
 
     window: int | None = None
     chunk: int | None = None
+    both: bool = False
 
     def sees(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Whether the token at `q` sees the one at `kv`, element by element."""
-        seen = kv <= q
+        ahead = kv > q
+        seen = torch.ones_like(ahead) if self.both else ~ahead
         if self.window is not None:
-            seen = seen & (q - kv < self.window)
+            seen = seen & ((q - kv).abs() < self.window)
         return seen if self.chunk is None else seen & (q // self.chunk == kv // self.chunk)
 
 
@@ -44,10 +47,12 @@ def mask_window(function: Callable[..., Any]) -> MaskWindow:
     prefix would show, and far out on many distances, those next to its edge included.
 
     Raises:
-        UnsupportedModelError: it is neither causal, nor a causal window, nor causal within chunks, which is all that
-            vLLM's attention can do.
+        UnsupportedModelError: it is neither causal, nor a causal window, nor causal within chunks, nor hides nothing or
+            what is far away on both sides, which is all that vLLM's attention can do.
     """
     ask = _asker(function)
+    if ask(_FAR, _FAR + 1) and ask(_FAR, _FAR):
+        return _checked(ask, MaskWindow(None if ask(_FAR, 0) else _edge(ask), both=True))
     if ask(_FAR, _FAR + 1) or not ask(_FAR, _FAR):
         raise UnsupportedModelError("A mask is not causal.", found="a token sees the one after it, or not itself")
     if ask(_FAR, 0):
@@ -109,7 +114,8 @@ def _check_near(ask: Asker, window: MaskWindow) -> None:
 def _check_row(ask: Asker, q: int, window: MaskWindow) -> None:
     edge = window.window or (q % window.chunk + 1 if window.chunk else 0)
     distances = {*range(-2, 8192), *range(8192, q, 997), *(1 << n for n in range(21)), *range(edge - 99, edge + 99), q}
-    kv = torch.tensor(sorted(q - d for d in distances if d <= q))
+    places = {q - d for d in distances if d <= q} | ({q + d for d in distances if d <= q} if window.both else set())
+    kv = torch.tensor(sorted(places))
     wanted, seen = window.sees(torch.tensor(q), kv), ask(q, kv)
     if not torch.equal(seen, wanted):
         wrong = seen != wanted
@@ -192,6 +198,8 @@ UNREADABLE = "the mask was computed by the model itself and cannot be read"
 def read_mask(mask: Any, module: nn.Module, is_causal: Any) -> tuple[MaskWindow | None, str]:
     if mask is None:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        if causal is False:
+            return MaskWindow(both=True), ""
         return (MaskWindow(None), "") if causal is True else (None, "it has no mask and does not say that it is causal")
     tagged = _windows.get(id(mask))
     if tagged is None:

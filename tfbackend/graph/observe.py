@@ -96,6 +96,7 @@ class Observation:
             nothing did.
         selection: which keys attention is told to attend to, or why that is not known; None where it is told of none.
             An observed run does not say, `graph.selection` does.
+        idle: paths of modules that nothing that is asked for follows from. An observed run does not say.
     """
 
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
@@ -115,6 +116,7 @@ class Observation:
     read: dict[int, int] = field(default_factory=dict)
     fewest: int | None = None
     selection: Selection | str | None = None
+    idle: frozenset[str] = frozenset()
 
     def unread(self, path: str) -> list[bool] | None:
         """For each element of the tuple that the one call of a module returned, whether nothing was done with it."""

@@ -108,10 +108,10 @@ class _Watch(TorchFunctionMode):
         self.uneven |= not all(torch.equal(head, heads[0]) for head in heads)
 
     def window(self) -> int | str | None:
-        """What was seen, as a window."""
+        """What was seen, as a window; None where it hides nothing but the future, or nothing."""
         if len(self.visible) != 1 or self.uneven:
             return "its heads hide different tokens"
-        return window_of(self.visible[0])
+        return None if self.visible[0].all() else window_of(self.visible[0])
 
 
 def _mask_of(

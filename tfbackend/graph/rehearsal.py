@@ -51,7 +51,14 @@ class Rehearsal:
                     module._parameters[name] = nn.Parameter(drawn, requires_grad=False)
 
     def run(
-        self, visits: Mapping[str, Visit], *, seed: int, hiding: bool, tokens: int = TOKENS, spread: float = _SPREAD
+        self,
+        visits: Mapping[str, Visit],
+        *,
+        seed: int,
+        hiding: bool,
+        tokens: int = TOKENS,
+        spread: float = _SPREAD,
+        inputs: Mapping[str, Any] | None = None,
     ) -> None:
         """One forward over `tokens` tokens, up to the last visit.
 
@@ -60,15 +67,17 @@ class Rehearsal:
             seed: of the random numbers.
             hiding: whether masks are the model's; else they hide nothing.
             spread: standard deviation of the random numbers.
+            inputs: keywords of the call; token ids of zero and their positions, where None.
 
         Raises:
             anything that the model's code raises.
         """
-        ids = torch.zeros((1, tokens), dtype=torch.long)
-        keywords = call_keywords(self.twin, torch.arange(tokens)[None])
+        if inputs is None:
+            ids = torch.zeros((1, tokens), dtype=torch.long)
+            inputs = {"input_ids": ids} | call_keywords(self.twin, torch.arange(tokens)[None])
         with torch.no_grad(), masks_for(self.twin.config, hiding=hiding), self._calls(visits, seed, tokens, spread):
             try:
-                self.twin(input_ids=ids, **keywords)
+                self.twin(**inputs)
             except _Enough:
                 return
 

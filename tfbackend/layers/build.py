@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, EncoderOnlyAttention
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -45,6 +45,7 @@ from tfbackend.layerspecs import (
     AllKeysSpec,
     AttentionSpec,
     EmbeddingSpec,
+    IdleSpec,
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
@@ -167,6 +168,9 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
     if spec.chunk is not None:
         return _chunked(spec, prefix, context, extra)
     cls = BiasedAttention if spec.key_bias else PaddedAttention if spec.v_head_dim != spec.head_dim else Attention
+    if spec.both:
+        assert cls is Attention, spec
+        cls = EncoderOnlyAttention
     made: nn.Module = cls(
         spec.num_heads // context.tp_size,
         spec.cached_dim,
@@ -190,7 +194,7 @@ def _latent_attention(spec: MLASpec, prefix: str, context: BuildContext, _: nn.M
     return latent_attention(spec, prefix, context)
 
 
-def _all_keys(spec: AllKeysSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+def _as_reference(spec: AllKeysSpec | IdleSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
     return spec.reference()
 
 
@@ -251,7 +255,8 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     EmbeddingSpec: _embedding,
     AttentionSpec: _attention,
     MLASpec: _latent_attention,
-    AllKeysSpec: _all_keys,
+    AllKeysSpec: _as_reference,
+    IdleSpec: _as_reference,
     ExpertsSpec: _experts,
     LoopedExpertsSpec: _looped,
     DenseExpertsSpec: _dense,

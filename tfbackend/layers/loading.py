@@ -15,7 +15,7 @@ from torch import nn
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader, maybe_remap_kv_scale_name
-from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 
 from tfbackend.errors import CheckpointError
 from tfbackend.layers.reading import readable
@@ -23,6 +23,8 @@ from tfbackend.weights import Dropped, Ledger, Placement, Shard, WeightMap
 from tfbackend.weights.drops import drop
 
 _WIDE_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ABSENT = (PPMissingLayer, StageMissingLayer)
+"""What vLLM puts where another stage has a layer, or nobody: a language model that embeds needs no head."""
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
@@ -105,7 +107,7 @@ class _Live:
         self._targets = weight_map.targets
         self._quantized = quantized
         self._modules = dict(root.named_modules(remove_duplicate=False))
-        self._elsewhere = tuple(f"{n}." for n, m in self._modules.items() if isinstance(m, PPMissingLayer))
+        self._elsewhere = tuple(f"{n}." for n, m in self._modules.items() if isinstance(m, _ABSENT))
         self.tensors: dict[str, torch.Tensor] = dict(root.named_parameters(remove_duplicate=False))
         # Of the buffers, only those that the Transformers model saves; vLLM's layers have others of their own.
         self._buffers = {n: b for n, b in root.named_buffers(remove_duplicate=False) if n in self._targets}

@@ -35,9 +35,11 @@ class Base(nn.Module):
         model: the base model, rewritten.
         plan: what was rewritten and why the rest was not.
         ledger: what became of each checkpoint tensor; None until weights were loaded.
+        task: one of meta.TASKS, what it is served for.
         seconds: how long planning with proofs and applying took.
     """
 
+    task: ClassVar[str] = meta.GENERATE
     embedding_modules: ClassVar[dict[str, str]] = {"embed_tokens": "input_embeddings"}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -53,7 +55,7 @@ class Base(nn.Module):
         directory = adapt.cache_directory()
         model_config = self.model_config
         config, remote = adapt.hf_config(self.vllm_config), model_config.trust_remote_code
-        built = meta.build(config, model_config.dtype, trust_remote_code=remote)
+        built = meta.build(config, model_config.dtype, trust_remote_code=remote, task=self.task)
         begun = time.perf_counter()
         self.plan: Plan = make_plan(built, adapt.serving_spec(self.vllm_config), Prover(directory / "proofs"))
         planned = time.perf_counter()
@@ -72,7 +74,7 @@ class Base(nn.Module):
         keywords = call_keywords(self.model, torch.empty(0))
         # A child, for vLLM looks among the modules for one that is compiled before it captures graphs piece by piece.
         self.decoder = Decoder(vllm_config=self.vllm_config, prefix=path)
-        self.decoder.serve(self.model, keywords)
+        self.decoder.serve(self.model, keywords, self.plan.numbering)
         self._announce()
 
     def _adopt(self, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from tfbackend.apply import materialise
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.head import runnable
 from tfbackend.mixins.base import Base
+from tfbackend.mixins.grafting import graft
 
 
 class CausalMixin(Base):
@@ -60,26 +61,10 @@ class CausalMixin(Base):
         assert head is not None
         self.head = nn.Module()
         for path in head.modules:
-            self._graft(built.model, path)
+            graft(self.head, built.model, path)
         materialise(self.head, self.context)
         self._before = runnable(head.before, self.head) if head.before else None
         self._after = runnable(head.after, self.head) if head.after else None
-
-    def _graft(self, model: nn.Module, path: str) -> None:
-        """Put the module or parameter at `path` of the full model at the same path under `head`."""
-        parent, _, leaf = path.rpartition(".")
-        owner = self.head
-        for part in parent.split(".") if parent else []:
-            if part not in dict(owner.named_children()):
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        original = model.get_submodule(parent)
-        if leaf in original._modules:
-            owner.add_module(leaf, original.get_submodule(leaf))
-        elif leaf in original._parameters:
-            owner.register_parameter(leaf, original._parameters[leaf])
-        else:
-            owner.register_buffer(leaf, original._buffers[leaf], leaf not in original._non_persistent_buffers_set)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """[tokens, hidden] -> [tokens, vocabulary]; None on ranks that do not gather."""

@@ -10,9 +10,11 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 
 from tfbackend.graph.interface import LAYERS, POSITIONS
+from tfbackend.graph.numbering import TokenNumbering
+from tfbackend.graph.token_types import TYPES
 
 
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0, "types": 0})
 class Decoder(nn.Module):
     """Calls a Transformers base model the way an engine does.
 
@@ -25,22 +27,28 @@ class Decoder(nn.Module):
         super().__init__()
         self.keywords: dict[str, Any] = {}
         self.numbered = True
+        self.numbering: TokenNumbering | None = None
         self._repeated: list[Any] = []
         self._numbering: list[Any] = []
 
-    def serve(self, base: nn.Module, keywords: dict[str, Any]) -> None:
+    def serve(self, base: nn.Module, keywords: dict[str, Any], numbering: TokenNumbering | None = None) -> None:
         """Attach the base model and the keywords of its calls; `position_ids`, where it is one, is given anew each
-        time."""
+        time, made of the token ids where there is a `numbering`."""
         self.__dict__["base"] = base
         self.keywords = {name: value for name, value in keywords.items() if name != "position_ids"}
-        self.numbered = "position_ids" in keywords
+        self.numbered, self.numbering = "position_ids" in keywords, numbering
         self._repeated = [module for module in base.modules() if hasattr(module, LAYERS)]
         self._numbering = [module for module in base.modules() if hasattr(module, POSITIONS)]
 
     def forward(
-        self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+        types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_ids [tokens] or inputs_embeds [tokens, hidden], positions [tokens] -> [tokens, hidden]."""
+        """input_ids [tokens] or inputs_embeds [tokens, hidden], positions [tokens], types [tokens] or none in any call
+        -> [tokens, hidden]."""
         inputs: dict[str, Any] = {}
         if inputs_embeds is not None:
             inputs["inputs_embeds"] = inputs_embeds.unsqueeze(0)
@@ -48,7 +56,13 @@ class Decoder(nn.Module):
             assert input_ids is not None
             inputs["input_ids"] = input_ids.unsqueeze(0)
         if self.numbered:
-            inputs["position_ids"] = positions.unsqueeze(0)
+            places = positions
+            if self.numbering is not None:
+                assert input_ids is not None, "positions are made of token ids, and none are given"
+                places = self.numbering.number(input_ids, positions)
+            inputs["position_ids"] = places.unsqueeze(0)
+        if types is not None:
+            inputs[TYPES] = types.unsqueeze(0)
         for module in self._repeated:
             module.tfb_attention_calls = 0
         for module in self._numbering:

@@ -16,7 +16,7 @@ RULES: dict[str, str] = {
     "legacy-buffer": "An earlier release of Transformers saved this buffer; the model no longer has it",
     "headless": "The model is served without a language-modelling head",
     "unread": "Nothing is computed from this parameter in any context that the engine accepts",
-    "other-stage": "Another pipeline stage has the layer that this tensor belongs to",
+    "other-stage": "Another pipeline stage has the layer that this tensor belongs to, or the model is served without",
     "unused-cache-scale": "The engine keeps no scale of this kind for its KV cache",
     "ordered-group-index": "The index says that the quantizer took its groups in order, as the engine does",
     "zero-bias": "The quantizer wrote a bias of zeros for a layer that has no bias",

@@ -1,0 +1,1 @@
+"""Classification and embedding models, judged by Transformers itself."""
