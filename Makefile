@@ -18,7 +18,7 @@ demo: checkpoint
 	@$(PY) scripts/demo.py
 
 test: checkpoint
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 check: setup
 	$(PY) -m ruff check .

@@ -322,7 +322,10 @@ def test_sinks_are_a_parameter_of_the_site():
         (lambda: WithKeywords(position_bias=1), "the keyword position_bias would be dropped"),
         (lambda: WithKeywords(scaling=torch.ones(1)), "scaling is a Tensor, not a number"),
         (lambda: WithKeywords(dropout=0.1), "dropout 0.1 in evaluation"),
-        (lambda: WithKeywords(is_causal=False), "it has no mask and does not say that it is causal"),
+        (
+            lambda: WithKeywords(is_causal=False),
+            "a token sees those after it, for which each call would have to hold whole prompts",
+        ),
         (OverHeads, "it attends over an axis of 4 and not over the 7 tokens of the observed run"),
         (PartOfTheKeys, f"query (1, {HEADS}, 7, {DIM}) and key (1, {KV_HEADS}, 3, {DIM}) are not of the same tokens"),
     ],

@@ -15,6 +15,7 @@ from tfbackend.layerspecs import (
     AllKeysSpec,
     AttentionSpec,
     EmbeddingSpec,
+    IdleSpec,
     LinearSpec,
     MergedLinearSpec,
     NormSpec,
@@ -32,7 +33,7 @@ SPECS = list(dict.fromkeys([spec for spec, _ in TABLE] + [other for _, _, other 
 
 # Rotary layers, experts, whole blocks of them and biased keys have files of their own, and what is left of picking keys
 # computes nothing; all attention else runs in an engine, see tests/serve.
-ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, AllKeysSpec, StateSpec}
+ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, AllKeysSpec, IdleSpec, StateSpec}
 ELSEWHERE |= {ExpertsSpec, MoESpec, DenseExpertsSpec, LoopedExpertsSpec, GroupedLinearSpec}
 
 
