@@ -21,11 +21,12 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tfbackend.errors import UnsupportedModelError
+from tfbackend.grafting import graft
 from tfbackend.graph.interface import RUN_ERRORS
 from tfbackend.graph.observe import TOKENS, Observation, model_inputs
 from tfbackend.graph.query import name_of
 from tfbackend.graph.tracing import Trace, trace
-from tfbackend.graph.trial import materialise, plain_float32
+from tfbackend.graph.trial import apart, materialise, plain_float32
 from tfbackend.meta import MetaModel
 from tfbackend.pooling import MEAN_LOGITS, PICKS, TOKENWISE, Pick, pick_row
 
@@ -255,7 +256,7 @@ class _Given(nn.Module):
         self.hidden: torch.Tensor | None = None
         self.others: Callable[[torch.Tensor], Any] | None = None
         for path in parts:
-            _graft(self, base, path)
+            graft(self, base, path)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Anything -> what the base model gives."""
@@ -271,15 +272,6 @@ class _Given(nn.Module):
             return others(hidden) if others is not None else torch.full((), torch.nan)
 
         return tree_map(fill, self.output)
-
-
-def _graft(owner: nn.Module, base: nn.Module, path: str) -> None:
-    parent, _, leaf = path.rpartition(".")
-    for part in parent.split(".") if parent else []:
-        if part not in dict(owner.named_children()):
-            owner.add_module(part, nn.Module())
-        owner = owner.get_submodule(part)
-    owner.add_module(leaf, base.get_submodule(path))
 
 
 class _Trials:
@@ -325,8 +317,7 @@ class _Trials:
             got = got.transpose(0, 1) if pick == TOKENWISE and got.dim() == 3 else got.mean(0, keepdim=True)
         else:
             got = self.run(pick_row(Pick(pick, self.padding), hidden[0], ids)[None, None])
-        size = wanted.abs().max().item() or 1.0
-        return bool(got.shape == wanted.shape and (got - wanted).abs().max() <= _TOLERANCE * size)
+        return apart(wanted, got) <= _TOLERANCE
 
     def _prompts(self) -> Iterator[torch.Tensor]:
         """Token ids of prompts of several lengths, with padding at either end, within, throughout and nowhere."""

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -47,11 +45,11 @@ from tfbackend.graph.observe import Observation
 from tfbackend.graph.own_masks import combined, given_window, long_rises, own_windows, window_of
 from tfbackend.graph.rehearsal import Rehearsal
 from tfbackend.graph.tracing import Frame, trace
-from tfbackend.graph.trial import copied
+from tfbackend.graph.trial import apart, copied
 from tfbackend.layerspecs import AttentionSpec
 from tfbackend.serving import ServingSpec
 from tfbackend.source.cut import cut
-from tfbackend.source.forward import ForwardSource, SourceError, function_source, generate_class
+from tfbackend.source.forward import ForwardSource, SourceError, function_source, generate_class, scratch
 
 _TOLERANCE, _ROUNDED = 2e-5, 2e-2
 """Largest difference of the cut module, relative to the largest value; where the original rounds its bias to bfloat16,
@@ -110,12 +108,6 @@ def behind_interface(
 def _become(module: nn.Module, text: str, numbers: InlineNumbers, directory: Path) -> None:
     module.__class__ = generate_class(type(module), text, directory)
     vars(module)["inline_numbers"] = numbers
-
-
-@lru_cache(maxsize=1)
-def scratch() -> Path:
-    """A folder for generated classes where none is given."""
-    return Path(tempfile.mkdtemp(prefix="tfbackend-"))
 
 
 class _Adoption:
@@ -287,7 +279,7 @@ def _difference(before: Any, after: Any, tolerance: float) -> str:
             continue
         if not isinstance(b, torch.Tensor) or a.shape != b.shape:
             return "the cut one gives something else"
-        worst = (a - b).abs().max().item() / (a.abs().max().item() or 1.0)
+        worst = apart(a, b)
         if not worst <= tolerance:
             return f"outputs of the cut one differ by {worst:.2g} of the largest value, {tolerance:g} is allowed"
         compared += 1

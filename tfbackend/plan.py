@@ -28,7 +28,7 @@ from tfbackend.graph.token_types import has_plain_types
 from tfbackend.graph.trial import plain_float32
 from tfbackend.grouping import Grouped, counts_kept
 from tfbackend.head import HeadPlan
-from tfbackend.inline import Inlined, behind_interface, scratch
+from tfbackend.inline import Inlined, behind_interface
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -53,7 +53,7 @@ from tfbackend.refusals import (
 )
 from tfbackend.serving import ServingSpec
 from tfbackend.source.edits import apply_edits
-from tfbackend.source.forward import defined_name
+from tfbackend.source.forward import defined_name, scratch
 from tfbackend.statespec import StateSpec
 
 _STYLES = {

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,10 @@ from tfbackend.graph.counted import Count
 from tfbackend.graph.interface import RUN_ERRORS, answering, positions_given
 from tfbackend.graph.kinds import tampered
 from tfbackend.graph.observe import TOKENS, Observation, call_keywords, needs_masks, observe
-from tfbackend.graph.trial import materialise, plain_float32
+from tfbackend.graph.trial import apart, materialise, plain_float32
 from tfbackend.meta import INTERFACE_NAME, WITH_MASKS
 from tfbackend.source.edits import Edit, apply_edits
-from tfbackend.source.forward import ForwardSource, SourceError, function_source, generate_class
+from tfbackend.source.forward import ForwardSource, SourceError, function_source, generate_class, scratch
 from tfbackend.source.supers import explicit_supers
 
 _ROUNDS = 4
@@ -69,17 +67,12 @@ def following_positions(base: nn.Module, seen: Observation, directory: Path | No
     """
     classes = {path: type(module) for path, module in base.named_modules()}
     try:
-        yield _follow(base, seen, directory or _scratch()) if seen.counting else Numbered(seen)
+        yield _follow(base, seen, directory or scratch()) if seen.counting else Numbered(seen)
     finally:
         for path, cls in classes.items():
             module = base.get_submodule(path)
             if type(module) is not cls:
                 module.__class__ = cls
-
-
-@lru_cache(maxsize=1)
-def _scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tfbackend-"))
 
 
 def _follow(base: nn.Module, seen: Observation, directory: Path) -> Numbered:
@@ -173,8 +166,7 @@ def _disproof(base: nn.Module) -> str:
         return f"it attends {len(got)} times where it was {len(wanted)}"
     for (name, one), (_, other) in zip(wanted, got, strict=True):
         one = one.index_select(one.dim() - 2, short) if one.shape[-2] == len(long) else one
-        worst = (one - other).abs().max().item() if one.shape == other.shape else float("inf")
-        if not worst <= _TOLERANCE * (one.abs().max().item() or 1.0):
+        if not apart(one, other) <= _TOLERANCE:
             return f"{name} of a token does not follow from its position alone"
     return ""
 

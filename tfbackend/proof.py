@@ -26,7 +26,7 @@ from tfbackend.errors import PlanConflictError
 from tfbackend.expertspec import ExpertsSpec
 from tfbackend.fusers.base import Miss, Rewrite, Site
 from tfbackend.graph.interface import RUN_ERRORS, Recorder, answering
-from tfbackend.graph.trial import copied, in_float64, materialise, plain_float32, random_inputs
+from tfbackend.graph.trial import apart, copied, materialise, plain_float32, random_inputs
 from tfbackend.groupedspec import GroupedLinearSpec
 from tfbackend.layerspecs import (
     ActMulSpec,
@@ -214,11 +214,7 @@ def _compare(before: Any, after: Any, outputs: int | None = None) -> str:
     for a, b in zip(left, right, strict=True):
         if a.shape != b.shape:
             return f"the original gives {tuple(a.shape)}, the rewritten one {tuple(b.shape)}"
-        if not a.numel():
-            continue
-        a, b = in_float64(a), in_float64(b)
-        size = a.abs().max().item() or 1.0
-        worst = (a - b).abs().max().item() / size
+        worst = apart(a, b)
         if not worst <= TOLERANCE:
             return f"outputs differ by {worst:.2g} of the largest value, {TOLERANCE:g} is allowed"
     return ""

@@ -44,14 +44,12 @@ def uneven(rewrites: Iterable[Rewrite], tp_size: int, *, ep: bool = False) -> It
 
 def _shared(spec: LayerSpec | None) -> Iterator[tuple[str, int]]:
     """(what, how many) of everything that the ranks share out."""
-    if isinstance(spec, (LoopedExpertsSpec, DenseExpertsSpec)):
+    if isinstance(spec, (MoESpec, LoopedExpertsSpec, DenseExpertsSpec)):
         yield from _shared(spec.experts)
     elif isinstance(spec, AttentionSpec):
         yield from (("query heads", spec.num_heads), (_KV_HEADS, spec.num_kv_heads))
     elif isinstance(spec, MLASpec):
         yield "query heads", spec.num_heads
-    elif isinstance(spec, MoESpec):
-        yield from _shared(spec.experts)
     elif isinstance(spec, ExpertsSpec) and spec.kernel:
         yield _EXPERT_WIDTH, spec.intermediate
     elif isinstance(spec, MergedLinearSpec) and spec.style == COLWISE:

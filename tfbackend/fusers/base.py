@@ -146,6 +146,11 @@ class Site:
     def child(self, name: str) -> nn.Module:
         return self.module.get_submodule(name)
 
+    @property
+    def inside(self) -> frozenset[str]:
+        """Paths of all modules in the site, its own ("") among them: what is claimed where all of it goes."""
+        return frozenset(name for name, _ in self.module.named_modules())
+
     def path(self, name: str) -> str:
         return f"{self.qualname}.{name}" if self.qualname else name
 

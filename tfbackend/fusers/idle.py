@@ -19,7 +19,7 @@ class IdleFuser:
     def match(self, site: Site) -> Match | Miss:
         if site.qualname not in site.observation.idle:
             return Miss(self.name, site.qualname, "something follows from it", near=False)
-        return Match({}, claims=frozenset(name for name, _ in site.module.named_modules()))
+        return Match({}, claims=site.inside)
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
         spec = IdleSpec()

@@ -36,8 +36,7 @@ class LoopedExpertsFuser:
             return Miss(self.name, site.qualname, found, site.place())
         if not has_kernel(found.experts, site.serving):
             found = found.without_kernel()
-        inside = (name for name, _ in module.named_modules())
-        return Match({"spec": found}, claims=frozenset(inside))
+        return Match({"spec": found}, claims=site.inside)
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
         spec: LoopedExpertsSpec = match.roles["spec"]

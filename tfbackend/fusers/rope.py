@@ -12,15 +12,14 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
 from tfbackend.graph.constants import real_value
-from tfbackend.graph.query import SHAPE_ONLY, name_of, value_of
+from tfbackend.graph.query import SHAPE_ONLY, name_of, value_of, widened
 from tfbackend.layerspecs import RotarySpec
 from tfbackend.source.edits import Edit
 from tfbackend.source.forward import SourceError
@@ -170,19 +169,10 @@ def _run(found: _Rotation, *tensors: torch.Tensor) -> list[torch.Tensor]:
     for node in (found.query, found.key, found.cos, found.sin):
         nodes[node] = graph.placeholder(node.name)
     for node in found.inside:
-        nodes[node] = _widened(graph.node_copy(node, lambda n: nodes[n]))
+        nodes[node] = made = graph.node_copy(node, lambda n: nodes[n])
+        made.args, made.kwargs = widened(made.args), widened(made.kwargs)
     graph.output(tuple(nodes[n] for n in found.outputs))
     return list(fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run(*tensors))
-
-
-def _widened(node: fx.Node) -> fx.Node:
-    """The node with float32 for every narrower float that it casts to: what is compared is run in float32."""
-
-    def widen(argument: Any) -> Any:
-        return torch.float32 if isinstance(argument, torch.dtype) and argument.is_floating_point else argument
-
-    node.args, node.kwargs = map_aggregate(node.args, widen), map_aggregate(node.kwargs, widen)
-    return node
 
 
 def _agree(

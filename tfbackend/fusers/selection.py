@@ -22,8 +22,7 @@ class SelectionFuser:
             return Miss(self.name, site.qualname, "picks no keys", near=False)
         if problem := tampered(site.module):
             return Miss(self.name, site.qualname, problem, site.place())
-        inside = frozenset(name for name, _ in site.module.named_modules())
-        return Match({"bound": found.bound}, claims=inside)
+        return Match({"bound": found.bound}, claims=site.inside)
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
         spec, bound = AllKeysSpec(), match.roles["bound"]

@@ -41,8 +41,7 @@ class StateFuser:
         spec = tried(site.module, calls[0], found)
         if isinstance(spec, str):
             return self._miss(site, spec)
-        inside = {name for name, _ in site.module.named_modules()}
-        return Match({"spec": spec}, (_edit(site.source, spec.hidden, self.name),), frozenset({LAYER, *inside}))
+        return Match({"spec": spec}, (_edit(site.source, spec.hidden, self.name),), site.inside | {LAYER})
 
     def _miss(self, site: Site, reason: str, *, near: bool = True) -> Miss:
         return Miss(self.name, site.qualname, reason, site.place(), near)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from tfbackend.graph.query import is_in_place
 from tfbackend.graph.tracing import Span, span_of
 
 _COUNTING = frozenset({"arange", "range", "linspace", "cumsum", "cumulative_sum", "cumcount"})
@@ -87,8 +88,7 @@ class CountedTokens(TorchFunctionMode):
             origins |= {self._note(*rows)}
         made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         if origins:
-            in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-            made += given[:1] if in_place else []
+            made += given[:1] if is_in_place(name) else []
             self._counted |= {id(x): (x, origins) for x in made}
         elif given and all(id(x) in self._tables for x in given):
             self._tables |= {id(x): x for x in made}

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_arg
 
 from tfbackend.graph.interface import RUN_ERRORS
-from tfbackend.graph.query import SHAPE_ONLY, name_of, value_of
+from tfbackend.graph.query import SHAPE_ONLY, is_in_place, name_of, value_of, widened
 from tfbackend.graph.tracing import Trace
 from tfbackend.serving import MLASizes
 
@@ -113,14 +113,9 @@ class _Path:
 
 def _root(node: fx.Node) -> fx.Node:
     """The tensor that a node is a view of; for a write in place, the one that is written into."""
-    while (name_of(node) in _VIEWS or _writes(node)) and node.args and isinstance(node.args[0], fx.Node):
+    while (name_of(node) in _VIEWS or is_in_place(name_of(node))) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
-
-
-def _writes(node: fx.Node) -> bool:
-    name = name_of(node)
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _upward(node: fx.Node) -> Iterator[fx.Node]:
@@ -167,7 +162,7 @@ def _moves(path: _Path, shared: fx.Node, sizes: MLASizes, heads: int) -> str:
             continue
         if all(read in env for read in node.all_input_nodes):
             try:
-                args, kwargs = map_arg(_wide((node.args, node.kwargs)), lambda n: env[n])
+                args, kwargs = map_arg(widened((node.args, node.kwargs)), lambda n: env[n])
                 env[node] = node.target(*args, **kwargs)
             except RUN_ERRORS as error:
                 return f"{name_of(node)} does not run by itself: {type(error).__name__}: {error}"
@@ -180,10 +175,3 @@ def _moves(path: _Path, shared: fx.Node, sizes: MLASizes, heads: int) -> str:
         return "its keys are not what the linear gives each head, with the shared part behind"
     equal = torch.equal(env[path.value], values)
     return "" if equal else "its values are not the rest of what the linear gives each head"
-
-
-def _wide(arguments: Any) -> Any:
-    """float32 for every float that is cast to: what is compared is run in float32."""
-    return map_aggregate(
-        arguments, lambda a: torch.float32 if isinstance(a, torch.dtype) and a.is_floating_point else a
-    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 SHAPE_ONLY = frozenset(
     "view reshape transpose permute split chunk unbind squeeze unsqueeze contiguous flatten narrow select swapaxes "
@@ -25,6 +27,11 @@ def name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
+def is_in_place(name: str) -> bool:
+    """Whether an operation of this name writes into its first argument."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 def value_of(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
@@ -36,6 +43,13 @@ def through_casts(node: fx.Node) -> fx.Node:
     while name_of(node) in CASTS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def widened(arguments: Any) -> Any:
+    """Arguments of an operation with float32 for every float that it casts to: what is compared is run in float32."""
+    return map_aggregate(
+        arguments, lambda a: torch.float32 if isinstance(a, torch.dtype) and a.is_floating_point else a
+    )
 
 
 def sources(node: fx.Node, stop: Callable[[fx.Node], bool]) -> list[fx.Node]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tfbackend.graph.interface import RUN_ERRORS, answering, unattended
 from tfbackend.graph.statecache import advance, run_alone, tensors_of
-from tfbackend.graph.trial import copied, materialise, plain_float32, random_inputs
+from tfbackend.graph.trial import apart, copied, materialise, plain_float32, random_inputs
 from tfbackend.statespec import StateSpec
 
 TOLERANCE = 1e-4
@@ -126,8 +126,7 @@ def _apart(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
     """The largest difference relative to the largest value; NaN where there are NaNs."""
     worst = 0.0
     for a, b in zip(one, other, strict=True):
-        size = a.double().abs().max().item() or 1.0
-        apart = (a.double() - b.double()).abs().max().item() / size
-        if not apart <= worst:
-            worst = apart
+        found = apart(a, b)
+        if not found <= worst:
+            worst = found
     return worst

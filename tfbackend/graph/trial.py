@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,17 @@ def copied(values: Any) -> Any:
 def in_float64(x: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor; complex ones as two, in a last axis of their own."""
     return (torch.view_as_real(x) if x.is_complex() else x).double()
+
+
+def apart(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """The largest difference relative to the largest value wanted; infinite where shapes differ, NaN where there are
+    NaNs."""
+    if wanted.shape != got.shape:
+        return math.inf
+    if not wanted.numel():
+        return 0.0
+    a, b = in_float64(wanted), in_float64(got)
+    return (a - b).abs().max().item() / (a.abs().max().item() or 1.0)
 
 
 @contextmanager

@@ -36,12 +36,21 @@ class KernelExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `experts`."""
-        if x.device.type == "cpu" and (local := self.runner.expert_map) is not None:
-            # vLLM's CPU kernel takes the ids of all experts for places among those of this rank, and reads past them.
-            ids = local.to(ids.device)[ids.long()]
-            weights, ids = weights * (ids >= 0), ids.clamp(min=0)
+        if x.device.type == "cpu":
+            weights, ids = on_this_rank(self.runner, weights, ids)
         output: torch.Tensor = self.runner(x, torch.cat((weights.float(), ids.float()), dim=-1))
         return output
+
+
+def on_this_rank(runner: MoERunner, weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids [tokens, top_k] of all experts -> with ids among those of this rank, others weighing nothing.
+
+    vLLM's CPU kernel takes the ids of all experts for places among those of its rank, and reads past them.
+    """
+    if (local := runner.expert_map) is None:
+        return weights, ids
+    ids = local.to(ids.device)[ids.long()]
+    return weights * (ids >= 0), ids.clamp(min=0)
 
 
 def runner(spec: ExpertsSpec, prefix: str, context: BuildContext, **routing: Any) -> MoERunner:

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe import GateLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 from tfbackend.layers.context import BuildContext
-from tfbackend.layers.experts import runner
+from tfbackend.layers.experts import on_this_rank, runner
 from tfbackend.moespec import MoESpec, RouterSpec
 
 
@@ -68,12 +68,8 @@ class KernelMoE(nn.Module):
     def route(
         self, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and ids [tokens, topk], ids among the experts of this rank; see KernelExperts.forward."""
-        weights, ids = self.spec.router.route(gating_output, topk, self.correction)
-        if (local := self.runner.expert_map) is not None:
-            ids = local.to(ids.device)[ids]
-            weights, ids = weights * (ids >= 0), ids.clamp(min=0)
-        return weights, ids
+        """Weights and ids [tokens, topk], ids among the experts of this rank."""
+        return on_this_rank(self.runner, *self.spec.router.route(gating_output, topk, self.correction))
 
 
 def _rule(spec: MoESpec, correction: torch.Tensor | None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Base(nn.Module):
 
     Attributes:
         model: the base model, rewritten.
+        serving: what the engine asks for.
         plan: what was rewritten and why the rest was not.
         ledger: what became of each checkpoint tensor; None until weights were loaded.
         task: one of meta.TASKS, what it is served for.
@@ -57,7 +58,8 @@ class Base(nn.Module):
         config, remote = adapt.hf_config(self.vllm_config), model_config.trust_remote_code
         built = meta.build(config, model_config.dtype, trust_remote_code=remote, task=self.task)
         begun = time.perf_counter()
-        self.plan: Plan = make_plan(built, adapt.serving_spec(self.vllm_config), Prover(directory / "proofs"))
+        self.serving = adapt.serving_spec(self.vllm_config)
+        self.plan: Plan = make_plan(built, self.serving, Prover(directory / "proofs"))
         planned = time.perf_counter()
         adapt.settle_chunks(self.vllm_config, self.plan)
         if self.plan.masked:

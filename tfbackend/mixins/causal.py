@@ -10,9 +10,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from tfbackend import meta
 from tfbackend.apply import materialise
 from tfbackend.errors import UnsupportedModelError
+from tfbackend.grafting import graft
 from tfbackend.head import runnable
 from tfbackend.mixins.base import Base
-from tfbackend.mixins.grafting import graft
 
 
 class CausalMixin(Base):

@@ -16,15 +16,15 @@ from vllm.sequence import IntermediateTensors
 from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
-from tfbackend import adapt, meta
+from tfbackend import meta
 from tfbackend.apply import materialise
 from tfbackend.classifier import ClassifierPlan
 from tfbackend.errors import UnsupportedModelError
+from tfbackend.grafting import graft
 from tfbackend.graph.token_types import takes_types
 from tfbackend.head import runnable
 from tfbackend.meta import CLASSIFY, EMBED
 from tfbackend.mixins.base import Base, MaybeTensor
-from tfbackend.mixins.grafting import graft
 from tfbackend.mixins.sentence import settle_sentence
 from tfbackend.pooling import MEAN_LOGITS, TOKENWISE, last_real
 
@@ -43,7 +43,7 @@ class PoolingMixin(Base):
 
     def build_head(self, built: meta.MetaModel, prefix: str) -> None:
         super().build_head(built, prefix)
-        if not adapt.serving_spec(self.vllm_config).whole_prompts:
+        if not self.serving.whole_prompts:
             raise UnsupportedModelError(
                 "A call of a model that pools has to hold whole prompts.",
                 where=self.plan.architecture,

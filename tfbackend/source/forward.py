@@ -276,6 +276,12 @@ def defined_name(text: str) -> str:
     return definition.name
 
 
+@lru_cache(maxsize=1)
+def scratch() -> Path:
+    """A folder for generated classes where none is given."""
+    return Path(tempfile.mkdtemp(prefix="tfbackend-"))
+
+
 def _write_once(path: Path, code: str) -> None:
     """Several ranks write the same file at once; each sees a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
