@@ -169,7 +169,9 @@ def _permuted_experts() -> None:
     """Each expert has the weights of its neighbour; the router stays."""
 
     def change(placement: Any, tensor: Any) -> tuple[Any, Any]:
-        return placement, tensor.roll(1, dims=0) if ".experts." in placement.target else tensor
+        of_experts = placement.target.endswith(("w13_weight", "w2_weight"))
+        assert tensor.dim() == 3 or not of_experts, placement
+        return placement, tensor.roll(1, dims=0) if of_experts else tensor
 
     _before_placing(change)
 
