@@ -31,6 +31,7 @@ ENGINE_IMPORTS = (
     "vllm.model_executor.model_loader",
     "transformers.models.auto.modeling_auto",
     "tests.serve.engine",
+    "tests.serve.warmup",
 )
 ORACLE_IMPORTS = ("torch", "transformers", "transformers.models.auto.modeling_auto", "tests.serve.oracle")
 
@@ -76,6 +77,7 @@ DEFAULT_ARGS: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 256,
     "max_num_seqs": 8,
+    "num_gpu_blocks_override": 512,  # a cache of a gigabyte takes longer to fill with zeros than most requests
     "seed": 0,
 }
 
@@ -96,7 +98,8 @@ def serve(request: Request) -> Served:
         batches.append(_batch(outputs))
     inspected = llm.apply_model(request.inspect) if request.inspect else []
     served = Served(batches, inspected, llm.apply_model(model_class))
-    llm.llm_engine.engine_core.shutdown()  # shared memory of other ranks would outlive the process
+    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        llm.llm_engine.engine_core.shutdown()  # shared memory of other ranks would outlive the process
     return served
 
 

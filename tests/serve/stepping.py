@@ -61,7 +61,6 @@ def run(
             elif output.finished and index not in gone:
                 finished[index] = output.outputs[0]
     outputs = [finished[index] for index in sorted(finished)]
-    engine.engine_core.shutdown()
     tokens = [list(output.token_ids) for output in outputs]
     logprobs = [[entry[t].logprob for entry, t in zip(o.logprobs, o.token_ids, strict=True)] for o in outputs]
     return Stepped(tokens, logprobs, len(gone), len(preemptions))

@@ -23,7 +23,7 @@ class Planter:
 
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="tfbackend-verification-"))
-        self.workers = Workers(_environment(self.root), ROOT)
+        self.workers = Workers(_environment(self.root), ROOT, ("tests.serve.warmup",))
         self._asked: dict[Any, Outcome] = {}
         self._served: dict[Any, Outcome] = {}
         self.fault = ""

@@ -44,7 +44,8 @@ def serve(request: EngineRequest) -> Served:
         cached.append(tuple(output.num_cached_tokens or 0 for output in outputs))
         _values.stop()
     name, largest, graphs = llm.apply_model(_describe)[0]
-    llm.llm_engine.engine_core.shutdown()  # shared memory of other ranks would outlive the process
+    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        llm.llm_engine.engine_core.shutdown()  # shared memory of other ranks would outlive the process
     found, checked = _values.found, _values.checked
     return Served(tuple(batches), tuple(cached), name, largest, graphs, found, checked, seconds)
 

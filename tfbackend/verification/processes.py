@@ -8,6 +8,7 @@ it started when it takes too long. What it printed goes to a log, whose end is p
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -132,6 +133,7 @@ def serve_calls(imports: list[str]) -> None:
     os.dup2(2, 1)  # prints must not end up among the answers
     for name in imports:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a child would walk, and so copy, all that the imports have made
     while True:
         try:
             call = _receive(calls)

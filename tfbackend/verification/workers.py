@@ -52,12 +52,15 @@ class Workers:
     Args:
         env: what they run under, over the environment of this process.
         cwd: where they run.
+        imports: what the engines' process imports beside what every engine does.
     """
 
-    def __init__(self, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self, env: Mapping[str, str] | None = None, cwd: Path | None = None, imports: tuple[str, ...] = ()
+    ) -> None:
         defaults = {name: value for name, value in _DEFAULTS.items() if name not in os.environ}
         settings = defaults | _FIXED | dict(env or {})
-        imports = _ENGINE_IMPORTS if devices() else _ENGINE_IMPORTS + _CPU_IMPORTS
+        imports += _ENGINE_IMPORTS if devices() else _ENGINE_IMPORTS + _CPU_IMPORTS
         self._oracle = WarmProcess(_ORACLE_IMPORTS, settings, cwd)
         self._engine = WarmProcess(imports, settings, cwd)
 
