@@ -86,6 +86,7 @@ def serve(request: Request) -> Served:
     """Start the engine, send the batches, inspect the model. Runs in the forked child."""
     from vllm import LLM, SamplingParams
 
+    fork_ranks()
     llm = LLM(model=request.folder, **(DEFAULT_ARGS | request.engine_args))
     params = SamplingParams(
         temperature=0.0, max_tokens=request.max_tokens, logprobs=2, ignore_eos=True, detokenize=False
@@ -101,6 +102,18 @@ def serve(request: Request) -> Served:
     if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         llm.llm_engine.engine_core.shutdown()  # shared memory of other ranks would outlive the process
     return served
+
+
+def fork_ranks() -> None:
+    """Let each rank be a fork of this process, where vLLM on a CPU would start one that imports everything again.
+
+    The `tp2` rung of tests/verification starts them vLLM's way.
+    """
+    import multiprocessing
+
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def _batch(outputs: list[Any]) -> Batch:
@@ -182,6 +195,7 @@ def _environment(root: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(root / "cache" / "inductor"),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends functions to tensor-parallel ranks
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # ranks on a CPU do not end by themselves
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -68,7 +68,7 @@ def test_compiled(harness: Harness, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_two_tensor_parallel_ranks(harness: Harness, name: str) -> None:
-    """vLLM spawns the ranks, which import everything anew: hence the time."""
+    """Each holds its part of every matrix."""
     args = {"tensor_parallel_size": 2}
     served = _serve(harness, name, make_prompts(), engine_args=args, inspect=probes.parameter_count, timeout=280)
     whole = (Path(harness.checkpoint(name)) / "model.safetensors").stat().st_size / 4  # float32
