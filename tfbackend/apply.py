@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from tfbackend.fusers.base import Rewrite
 from tfbackend.graph.interface import POSITIONS
 from tfbackend.layers.build import build_layer, local_sizes
 from tfbackend.layers.context import BuildContext
+from tfbackend.layers.stages import Stage, leave_out
 from tfbackend.layerspecs import FixedRopeSpec, GrownTableSpec, LayerSpec
 from tfbackend.plan import Plan
 from tfbackend.source.buffers import buffers_as_locals
@@ -21,7 +22,12 @@ from tfbackend.source.forward import SourceError, forward_source, generate_class
 
 
 def apply_plan(
-    plan: Plan, base: PreTrainedModel, prefix: str, context: BuildContext, directory: Path
+    plan: Plan,
+    base: PreTrainedModel,
+    prefix: str,
+    context: BuildContext,
+    directory: Path,
+    stage: Stage | None = None,
 ) -> PreTrainedModel:
     """Put the plan's layers into `base` and give edited classes to its sites.
 
@@ -29,17 +35,22 @@ def apply_plan(
         base: the base model on meta; changed in place.
         prefix: path of the base model in the served tree.
         directory: where generated forwards are written.
+        stage: of this rank, where there are several.
 
     Returns:
         `base`, with every parameter on the context's device.
     """
+    if stage is not None:
+        leave_out(base, stage)
+    here: Callable[[str], bool] = stage.has if stage is not None else lambda _: True
     for path, rewrites in plan.by_site.items():
-        _apply_site(base, path, rewrites, f"{prefix}.{path}", context)
-    for path in dict.fromkeys((*plan.forwards, *plan.methods)):
+        if here(path):
+            _apply_site(base, path, rewrites, f"{prefix}.{path}", context)
+    for path in filter(here, dict.fromkeys((*plan.forwards, *plan.methods))):
         site = base.get_submodule(path)
         texts = [text[path] for text in (plan.forwards, plan.methods) if path in text]
         site.__class__ = generate_class(type(site), texts, directory)
-    for path in plan.numbered:
+    for path in filter(here, plan.numbered):
         setattr(base.get_submodule(path), POSITIONS, None)
     _bare_forwards(base, directory, plan.forwards)
     materialise(base, context)

@@ -269,6 +269,7 @@ class AttentionSpec:
         chunk: a token sees those of its own chunk of so many only, the first beginning at the first token; None for no
             chunks.
         both: whether a token sees those behind it too, `window - 1` of them; keys and values are then not cached.
+        gathered: whether each rank is given the heads of all ranks, takes its own, and gives back those of all.
     """
 
     num_heads: int
@@ -284,6 +285,7 @@ class AttentionSpec:
     max_context: int | None = None
     chunk: int | None = None
     both: bool = False
+    gathered: bool = False
 
     @property
     def cached_dim(self) -> int:
@@ -313,7 +315,8 @@ class AttentionSpec:
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
         parts += [f"sinks {self.sinks}"] if self.sinks else []
         parts += [f"contexts of up to {self.max_context} tokens"] if self.max_context else []
-        return ", ".join(parts + (["ALiBi"] if self.alibi_slopes else []))
+        parts += ["ALiBi"] if self.alibi_slopes else []
+        return ", ".join(parts + (["heads gathered from the ranks"] if self.gathered else []))
 
 
 class _ReferenceAttention(nn.Module):

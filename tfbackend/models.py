@@ -15,6 +15,7 @@ from vllm.model_executor.models.interfaces import (
     SupportsCrossEncoding,
     SupportsLoRA,
     SupportsMambaPrefixCaching,
+    SupportsPP,
     SupportsQuant,
 )
 from vllm.model_executor.models.interfaces_base import VllmModelForPooling, attn_type, default_pooling_type
@@ -28,16 +29,23 @@ from tfbackend.mixins.pooling import EmbeddingMixin, SequenceClassificationMixin
 _cls, _whole = default_pooling_type(seq_pooling_type="CLS"), attn_type("encoder_only")
 
 
-class TransformersForCausalLM(CausalMixin, SupportsLoRA, SupportsQuant):
+class TransformersForCausalLM(CausalMixin, SupportsLoRA, SupportsPP, SupportsQuant):
     """Decoder-only text models."""
 
 
-class TransformersMoEForCausalLM(MoEMixin, CausalMixin, SupportsLoRA, SupportsQuant, MixtureOfExperts):
+class TransformersMoEForCausalLM(MoEMixin, CausalMixin, SupportsLoRA, SupportsPP, SupportsQuant, MixtureOfExperts):
     """Decoder-only text models with experts."""
 
 
 class TransformersHybridForCausalLM(
-    HybridMixin, CausalMixin, SupportsLoRA, SupportsQuant, HasInnerState, IsHybrid, SupportsMambaPrefixCaching
+    HybridMixin,
+    CausalMixin,
+    SupportsLoRA,
+    SupportsPP,
+    SupportsQuant,
+    HasInnerState,
+    IsHybrid,
+    SupportsMambaPrefixCaching,
 ):
     """Text models with state beside attention."""
 
@@ -47,6 +55,7 @@ class TransformersMoEHybridForCausalLM(
     HybridMixin,
     CausalMixin,
     SupportsLoRA,
+    SupportsPP,
     SupportsQuant,
     MixtureOfExperts,
     HasInnerState,
@@ -60,6 +69,7 @@ class TransformersAttentionFreeForCausalLM(
     AttentionFreeMixin,
     CausalMixin,
     SupportsLoRA,
+    SupportsPP,
     SupportsQuant,
     HasInnerState,
     IsAttentionFree,
@@ -73,6 +83,7 @@ class TransformersMoEAttentionFreeForCausalLM(
     AttentionFreeMixin,
     CausalMixin,
     SupportsLoRA,
+    SupportsPP,
     SupportsQuant,
     MixtureOfExperts,
     HasInnerState,

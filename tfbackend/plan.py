@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import TokenNumbering
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.graph.selection import Selection, find_selection
+from tfbackend.graph.stages import Stages, find_stages
 from tfbackend.graph.token_types import has_plain_types
 from tfbackend.graph.trial import plain_float32
 from tfbackend.grouping import Grouped, counts_kept
@@ -49,9 +50,11 @@ from tfbackend.refusals import (
     inline_refusal,
     mixing_refusal,
     positions_refusal,
+    stages_refusal,
     unobserved_refusal,
 )
 from tfbackend.serving import ServingSpec
+from tfbackend.sharing import gather_heads, merged_for_ranks
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import defined_name, scratch
 from tfbackend.statespec import StateSpec
@@ -87,6 +90,7 @@ class Plan:
         methods: likewise of another method, where attention that a model wrote out was cut from one.
         masked: whether the model cannot go without the masks that Transformers makes.
         numbered: paths of modules that count tokens themselves and are told the positions instead.
+        stages: how the layers can be shared out to pipeline stages; None where there is one.
     """
 
     architecture: str
@@ -108,6 +112,7 @@ class Plan:
     classifier: ClassifierPlan | None = None
     numbering: TokenNumbering | None = None
     typed: bool = False
+    stages: Stages | None = None
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -224,7 +229,9 @@ def _decide(
         idle = unread_parts(base, observation, parts_read(meta, classifier))
         observation = replace(observation, idle=idle)
     planner = _Planner(meta, serving, observation)
-    rewrites, misses, unproven = _collect_proven(planner, prover)
+    rewrites, misses, unproven = _collect_proven(planner, prover, inlined.methods)
+    if serving.tp_size > 1:
+        rewrites = [*gather_heads(rewrites, inlined.methods)]
     plan = Plan(
         architecture=type(meta.model).__name__,
         rewrites=tuple(rewrites),
@@ -256,12 +263,17 @@ def _decide(
     masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
     plan = replace(plan, forwards=forwards, methods=methods, masked=masked, numbered=numbered.modules)
     typed = serving.whole_prompts and has_plain_types(base, observation)
-    plan = replace(plan, numbering=numbering, typed=typed)
+    stages = find_stages(base, plan.layers) if serving.pp_size > 1 else None
+    if stages is not None and stages.problem:
+        refusals.append(stages_refusal(stages))
+    plan = replace(plan, numbering=numbering, typed=typed, stages=stages)
     return plan, tuple(refusals)
 
 
-def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], list[Miss], list[str]]:
-    """(rewrites that may be used, misses, unproven).
+def _collect_proven(
+    planner: _Planner, prover: Prover, written_out: Collection[str] = ()
+) -> tuple[list[Rewrite], list[Miss], list[str]]:
+    """(rewrites that may be used, misses, unproven). `written_out` are paths of attention that the model wrote out.
 
     Where a proof fails all is collected again without that rewrite: other fusers may have what it had claimed, and
     what it had relied on, a style of its neighbour, is not to be.
@@ -271,6 +283,8 @@ def _collect_proven(planner: _Planner, prover: Prover) -> tuple[list[Rewrite], l
         rewrites, misses = planner.collect(denied)
         good, failed, unproven = prover.check(planner.sites, rewrites)
         failed = failed or _lone_latents(good)
+        if planner.serving.tp_size > 1:
+            failed = failed or merged_for_ranks(good, written_out)
         if not failed:
             return good, misses, unproven
         denied |= {(miss.fuser, miss.qualname): miss for miss in failed}

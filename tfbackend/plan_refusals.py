@@ -11,8 +11,6 @@ from tfbackend.errors import UnsupportedModelError
 from tfbackend.graph.interface import GROUPED
 from tfbackend.graph.observe import Observation
 from tfbackend.inline import Inlined
-from tfbackend.layerspecs import QKVSpec
-from tfbackend.mlaspec import MLASpec
 from tfbackend.refusals import context_refusal, looped_refusal
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
@@ -41,18 +39,6 @@ def attention_refusals(
             remedy="Use a version of the model that does",
         )
     if serving.tp_size > 1:
-        for path, _ in plan.attention:
-            if path in inlined.methods or not any(
-                isinstance(s, (QKVSpec, MLASpec)) for r in plan.by_site[path] for _, s in r.children
-            ):
-                reasons = [str(m) for m in plan.misses if m.qualname == path]
-                reasons = ["code that counts the heads of all ranks"] if path in inlined.methods else reasons
-                yield UnsupportedModelError(
-                    "The heads of a layer cannot be shared out to tensor-parallel ranks.",
-                    where=path,
-                    found="; ".join(reasons) or "no projection of query, key and value was recognised",
-                    remedy="Serve it with --tensor-parallel-size 1",
-                )
         yield from uneven(plan.rewrites, serving.tp_size, ep=serving.ep)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tfbackend.errors import UnsupportedModelError
+from tfbackend.graph.stages import Stages
 
 NATIVE = "Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for the architecture"
 """The remedy where nothing about the way of serving would help."""
@@ -71,6 +72,16 @@ def looped_refusal(path: str, found: str) -> UnsupportedModelError:
         where=path,
         found=found,
         remedy=NATIVE,
+    )
+
+
+def stages_refusal(stages: Stages) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The layers of the model cannot be shared out to pipeline stages.",
+        where=stages.layers or "the base model",
+        found=stages.problem,
+        needed="layers of which each takes what the one before it returned",
+        remedy="Serve it with --tensor-parallel-size in place of --pipeline-parallel-size",
     )
 
 

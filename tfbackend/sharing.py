@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.expertspec import ExpertsSpec
-from tfbackend.fusers.base import Rewrite
+from tfbackend.fusers.base import Miss, Rewrite
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -17,10 +19,62 @@ from tfbackend.layerspecs import (
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
+    QKVSpec,
 )
 from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+
+
+def gather_heads(rewrites: Iterable[Rewrite], written_out: Collection[str]) -> Iterator[Rewrite]:
+    """The rewrites with each attention layer gathered whose heads do not come from projections that ranks share out.
+
+    The code around it then sees the heads of all ranks, as it was written to; linears in it that are shared out put
+    together what they give, and take what they need of what they are given.
+
+    Args:
+        written_out: paths of attention that the model wrote out, whose code counts the heads of all ranks.
+    """
+    rewrites = tuple(rewrites)
+    whole = _with_whole_heads(rewrites, written_out)
+    for rewrite in rewrites:
+        inside = any(rewrite.qualname == path or rewrite.qualname.startswith(f"{path}.") for path in whole)
+        yield _gathered(rewrite) if inside else rewrite
+
+
+def merged_for_ranks(rewrites: Iterable[Rewrite], written_out: Collection[str]) -> list[Miss]:
+    """Misses for projections that were merged where attention needs the heads of all ranks: a merged one gives each
+    rank its part of each."""
+    rewrites = tuple(rewrites)
+    whole = _with_whole_heads(rewrites, written_out)
+    merged = [r for r in rewrites if any(isinstance(spec, (QKVSpec, MergedLinearSpec)) for _, spec in r.children)]
+    reason = "attention here needs the heads of all ranks"
+    return [Miss(r.fuser, r.qualname, reason) for r in merged if r.qualname in whole]
+
+
+def _with_whole_heads(rewrites: Iterable[Rewrite], written_out: Collection[str]) -> set[str]:
+    """Paths of attention whose heads do not come from projections that ranks share out."""
+    attention, sharded = set[str](), set[str]()
+    for rewrite in rewrites:
+        kinds = {type(spec) for _, spec in rewrite.children}
+        attention |= {rewrite.qualname} if AttentionSpec in kinds else set()
+        sharded |= {rewrite.qualname} if kinds & {QKVSpec, MLASpec} else set()
+    return {path for path in attention if path in written_out or path not in sharded}
+
+
+_GATHERED = {COLWISE: COLWISE_GATHER, ROWWISE: ROWWISE_SPLIT}
+
+
+def _gathered(rewrite: Rewrite) -> Rewrite:
+    def change(spec: Any) -> Any:
+        if isinstance(spec, AttentionSpec):
+            return replace(spec, gathered=True)
+        if isinstance(spec, LinearSpec):
+            return replace(spec, style=_GATHERED.get(spec.style, spec.style))
+        return spec
+
+    children = tuple((name, change(spec)) for name, spec in rewrite.children)
+    return replace(rewrite, layer=change(rewrite.layer), children=children)
 
 
 def uneven(rewrites: Iterable[Rewrite], tp_size: int, *, ep: bool = False) -> Iterator[UnsupportedModelError]:

@@ -1,9 +1,11 @@
 """The oracle: Transformers itself, greedy, float32, eager attention, the whole sequence recomputed at each step."""
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.serve.tiny import Variant, make_checkpoint
 
@@ -85,7 +87,21 @@ def sensitivities(variant: Variant, folder: str, prompts: list[list[int]], answe
 
 def own_rounding(folder: str, prompts: list[list[int]], answers: list[Answer]) -> float:
     """How far the answers' log-probabilities move when Transformers computes in float64: what float32 loses there."""
-    return _farthest(load(Path(folder)).double(), prompts, answers)
+    with unrounded_bias():
+        return _farthest(load(Path(folder)).double(), prompts, answers)
+
+
+def make_and_ask_unrounded(variant: Variant, folder: str, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+    """As `make_and_ask`, but where the model rounds on its way in float32 to bfloat16, it does not."""
+    with unrounded_bias():
+        return make_and_ask(variant, folder, prompts, max_tokens)
+
+
+def unrounded_bias() -> AbstractContextManager[Any]:
+    """Keep falcon from rounding the bias of its ALiBi, which vLLM's attention makes itself, in float32."""
+    import torch
+
+    return mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor)
 
 
 def dropped_vectors(folder: str, prompts: list[list[int]], answers: list[Answer]) -> dict[str, float]:

@@ -1,11 +1,15 @@
-"""vLLM's attention for value heads of another width than query and key heads, and for keys that have a bias."""
+"""vLLM's attention for value heads of another width than query and key heads, for keys that have a bias, and for code
+that has the heads of all ranks."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.attention import Attention
 
 from tfbackend.errors import ConfigError
@@ -90,6 +94,51 @@ class BiasedAttention(PaddedAttention):
             **keywords,
         )
         return cut_heads(output, self.head_size, self.v_dim)
+
+
+class GatheredHeads(nn.Module):
+    """Mixed into an attention layer of one rank that is given the heads of all ranks: takes its own of them, and puts
+    what all ranks give together."""
+
+    _own: tuple[int, int]
+    _own_kv: tuple[int, int]
+    _heads: tuple[int, int]
+
+    def share(self, num_heads: int, num_kv_heads: int, tp_size: int) -> None:
+        """Take the heads of this rank; a KV head that several ranks need is taken by each."""
+        rank = get_tensor_model_parallel_rank()
+        count, kv_count = num_heads // tp_size, max(1, num_kv_heads // tp_size)
+        self._heads = num_heads, num_kv_heads
+        self._own, self._own_kv = (rank * count, count), (rank * num_kv_heads // tp_size, kv_count)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **keywords: Any
+    ) -> torch.Tensor:
+        """As the layer it is mixed into, heads of all ranks in and out."""
+        (heads, kv_heads), own, own_kv = self._heads, self._own, self._own_kv
+        if "key_bias" in keywords:
+            keywords["key_bias"] = take_heads(keywords["key_bias"], kv_heads, own_kv)
+        output: torch.Tensor = super().forward(
+            take_heads(query, heads, own),
+            take_heads(key, kv_heads, own_kv),
+            take_heads(value, kv_heads, own_kv),
+            *args,
+            **keywords,
+        )
+        output = tensor_model_parallel_all_gather(output, -1)
+        return output
+
+
+@cache
+def gathered(cls: type[nn.Module]) -> Any:
+    """The attention layer with heads gathered from the ranks."""
+    return type(f"Gathered{cls.__name__}", (GatheredHeads, cls), {"__module__": __name__})
+
+
+def take_heads(x: torch.Tensor, heads: int, own: tuple[int, int]) -> torch.Tensor:
+    """[tokens, heads * dim] -> [tokens, own heads * dim]; `own` has the first of them and how many."""
+    width = x.shape[-1] // heads
+    return x.narrow(-1, own[0] * width, own[1] * width).contiguous()
 
 
 def pad_heads(x: torch.Tensor, dim: int, width: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from tfbackend.expertspec import ExpertsSpec
 from tfbackend.groupedspec import GroupedLinearSpec
-from tfbackend.layers.attention import BiasedAttention, PaddedAttention
+from tfbackend.layers.attention import BiasedAttention, GatheredHeads, PaddedAttention, gathered
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
 from tfbackend.layers.experts import experts
@@ -171,7 +171,7 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
     if spec.both:
         assert cls is Attention, spec
         cls = EncoderOnlyAttention
-    made: nn.Module = cls(
+    made: nn.Module = (gathered(cls) if spec.gathered else cls)(
         spec.num_heads // context.tp_size,
         spec.cached_dim,
         spec.scale,
@@ -187,6 +187,12 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
         made.fit(spec.head_dim, spec.v_head_dim)
     if isinstance(made, BiasedAttention):
         made.weigh(spec.scale)
+    return _shared(made, spec, context)
+
+
+def _shared(made: nn.Module, spec: AttentionSpec, context: BuildContext) -> nn.Module:
+    if isinstance(made, GatheredHeads):
+        made.share(spec.num_heads, spec.num_kv_heads, context.tp_size)
     return made
 
 
@@ -200,7 +206,7 @@ def _as_reference(spec: AllKeysSpec | IdleSpec, prefix: str, context: BuildConte
 
 def _chunked(spec: AttentionSpec, prefix: str, context: BuildContext, extra: dict[str, Any]) -> nn.Module:
     assert spec.chunk is not None and spec.window is None and spec.soft_cap is None and "sinks" not in extra, spec
-    made: nn.Module = ChunkedLocalAttention(
+    made: nn.Module = (gathered(ChunkedLocalAttention) if spec.gathered else ChunkedLocalAttention)(
         spec.num_heads // context.tp_size,
         spec.cached_dim,
         spec.scale,
@@ -211,7 +217,7 @@ def _chunked(spec: AttentionSpec, prefix: str, context: BuildContext, extra: dic
         prefix=prefix,
         **extra,
     )
-    return made
+    return _shared(made, spec, context)
 
 
 def _experts(spec: ExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:

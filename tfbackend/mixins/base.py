@@ -17,6 +17,7 @@ from tfbackend import __version__, adapt, meta
 from tfbackend.apply import apply_plan, share_parameters
 from tfbackend.graph.observe import call_keywords
 from tfbackend.layers.loading import load
+from tfbackend.layers.stages import HIDDEN, check_shared, this_stage
 from tfbackend.mixins.decoder import Decoder
 from tfbackend.plan import Plan, make_plan
 from tfbackend.proof import Prover
@@ -37,6 +38,7 @@ class Base(nn.Module):
         plan: what was rewritten and why the rest was not.
         ledger: what became of each checkpoint tensor; None until weights were loaded.
         task: one of meta.TASKS, what it is served for.
+        stage: the pipeline stage of this rank, None where there is one.
         seconds: how long planning with proofs and applying took.
     """
 
@@ -69,14 +71,16 @@ class Base(nn.Module):
         self.context = adapt.build_context(self.vllm_config)
         self.weight_map = build_weight_map(built.model, self.plan, quantized=self.quant_config is not None)
         path = f"{prefix}.model" if prefix else "model"
-        self.model = apply_plan(self.plan, built.base, path, self.context, directory / "forwards")
+        self.stage = this_stage(self.plan.stages, self._inside_base(self.plan.embedding_path), tied=self.plan.tied)
+        self.model = apply_plan(self.plan, built.base, path, self.context, directory / "forwards", self.stage)
+        check_shared(self.weight_map.shared, self.stage, path)
         share_parameters(self, self.weight_map.shared)
         self.build_head(built, prefix)
         self.seconds = {"plan and proof": planned - begun, "apply": time.perf_counter() - planned}
         keywords = call_keywords(self.model, torch.empty(0))
         # A child, for vLLM looks among the modules for one that is compiled before it captures graphs piece by piece.
         self.decoder = Decoder(vllm_config=self.vllm_config, prefix=path)
-        self.decoder.serve(self.model, keywords, self.plan.numbering)
+        self.decoder.serve(self.model, keywords, self.plan.numbering, self.stage)
         self._announce()
 
     def _adopt(self, plan: Plan) -> None:
@@ -110,10 +114,11 @@ class Base(nn.Module):
 
     def input_embedding(self) -> nn.Module:
         """The vocabulary embedding as it is served. The full model names it; not every base model can."""
-        path = self.plan.embedding_path
-        path = path.removeprefix(f"{self.plan.base_path}.") if self.plan.base_path else path
         base: nn.Module = self.model
-        return base.get_submodule(path)
+        return base.get_submodule(self._inside_base(self.plan.embedding_path))
+
+    def _inside_base(self, path: str) -> str:
+        return path.removeprefix(f"{self.plan.base_path}.") if self.plan.base_path else path
 
     def forward(
         self,
@@ -122,20 +127,29 @@ class Base(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: MaybeTensor = None,
         **_: Any,
-    ) -> torch.Tensor:
-        """Run the base model.
+    ) -> torch.Tensor | IntermediateTensors:
+        """Run the base model, or what this pipeline stage has of it.
 
         Args:
             input_ids: [tokens], or None where `inputs_embeds` is given.
             positions: [tokens].
-            intermediate_tensors: always None, there is one pipeline stage.
+            intermediate_tensors: what the stage before gave; None on the first.
             inputs_embeds: [tokens, hidden].
 
         Returns:
-            Hidden states [tokens, hidden].
+            Hidden states [tokens, hidden]; those that the next stage goes on with under a name of their own.
         """
-        hidden: torch.Tensor = self.decoder(input_ids, positions, inputs_embeds)
-        return hidden
+        received = intermediate_tensors[HIDDEN] if intermediate_tensors is not None else None
+        hidden: torch.Tensor = self.decoder(input_ids, positions, inputs_embeds, received=received)
+        return IntermediateTensors({HIDDEN: hidden}) if self.stage is not None and self.stage.follows else hidden
+
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        """Where a stage receives what the one before it gave: [batch_size, hidden]."""
+        assert self.plan.stages is not None
+        hidden = torch.zeros(batch_size, self.plan.stages.width, dtype=dtype, device=device)
+        return IntermediateTensors({HIDDEN: hidden})
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint, completely or not at all; see layers.loading.load for what is raised."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from tfbackend import meta
 from tfbackend.apply import materialise
@@ -27,6 +28,9 @@ class CausalMixin(Base):
         super().build_head(built, prefix)
         if self.plan.head is None or built.head_path is None:
             raise UnsupportedModelError("The model has no head that gives logits.", where=self.plan.architecture)
+        if self.stage is not None and self.stage.follows:
+            self.lm_head, self.head = PPMissingLayer(), PPMissingLayer()
+            return
         linear = built.model.get_submodule(built.head_path)
         assert isinstance(linear, nn.Linear)
         name = f"{prefix}.lm_head" if prefix else "lm_head"
