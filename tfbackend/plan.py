@@ -24,6 +24,9 @@ from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import TokenNumbering
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.graph.selection import Selection, find_selection
+from tfbackend.graph.statecache import kept_by
+from tfbackend.graph.stateheld import held_sites
+from tfbackend.graph.statepass import keep
 from tfbackend.graph.token_types import has_plain_types
 from tfbackend.graph.trial import plain_float32
 from tfbackend.grouping import Grouped, counts_kept
@@ -49,6 +52,7 @@ from tfbackend.refusals import (
     inline_refusal,
     mixing_refusal,
     positions_refusal,
+    settling_refusal,
     unobserved_refusal,
 )
 from tfbackend.serving import ServingSpec
@@ -80,6 +84,7 @@ class Plan:
         head: what the head class does between the base model's output and the logits.
         numbering: how the model numbers its tokens by looking at which they are; None where it takes positions.
         typed: whether each call may be given types of tokens.
+        settling: (module path, method without arguments) of changes that the model makes to its weights once.
         classifier: what a class does between the hidden states and the logits of its labels, where it is one.
         task, base_path, embedding_path, head_path, tied: see meta.MetaModel.
         layers: path of the list of decoder layers, relative to the base model.
@@ -108,6 +113,7 @@ class Plan:
     classifier: ClassifierPlan | None = None
     numbering: TokenNumbering | None = None
     typed: bool = False
+    settling: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -208,9 +214,11 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         if inlined.methods:
             observation = observe(base)
         assert not observation.problem, observation.problem
-        numbered = edited.enter_context(following_positions(base, observation, directory))
+        keeping = keep(base) if not serving.stateless and kept_by(base.config) else None
+        held = held_sites(base, replace(observation, keeping=keeping))
+        numbered = edited.enter_context(following_positions(base, observation, directory, held))
         observation = explained(numbered.observation, inlined)
-        observation = replace(observation, selection=find_selection(base, observation))
+        observation = replace(observation, selection=find_selection(base, observation), keeping=keeping)
         plan, refusals = _decide(meta, serving, prover, replace(numbered, observation=observation), inlined)
         return replace(plan, forwards={**grouped.forwards, **plan.forwards}), refusals
 
@@ -245,6 +253,7 @@ def _decide(
     refusals += context_refusals(plan, serving)
     refusals += experts_refusals(plan, serving)
     refusals += looped_refusals(base, plan, observation)
+    refusals += [settling_refusal(type(base).__name__) for found in observation.settling if not found.method]
     kept = frozenset(path for path, _ in plan.state)
     missed = {miss.qualname: miss.reason for miss in misses if miss.fuser == "state"}
     for path, found in mixing_modules(base, plan.layers, observation, prover, kept):
@@ -256,7 +265,7 @@ def _decide(
     masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
     plan = replace(plan, forwards=forwards, methods=methods, masked=masked, numbered=numbered.modules)
     typed = serving.whole_prompts and has_plain_types(base, observation)
-    plan = replace(plan, numbering=numbering, typed=typed)
+    plan = replace(plan, numbering=numbering, typed=typed, settling=tuple(observation.settling))
     return plan, tuple(refusals)
 
 
