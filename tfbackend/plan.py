@@ -215,7 +215,7 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
             observation = observe(base)
         assert not observation.problem, observation.problem
         keeping = keep(base) if not serving.stateless and kept_by(base.config) else None
-        held = held_sites(base, replace(observation, keeping=keeping))
+        held = held_sites(base, replace(observation, keeping=keeping)) if observation.counting else ()
         numbered = edited.enter_context(following_positions(base, observation, directory, held))
         observation = explained(numbered.observation, inlined)
         observation = replace(observation, selection=find_selection(base, observation), keeping=keeping)

@@ -21,6 +21,10 @@ KINDS = {
     "mamba": ("AttentionFree", "a state space that is fed token by token after the first call"),
     "falcon_h1": ("Hybrid", "a state space beside attention in every layer"),
     "qwen3_next": ("MoEHybrid", "a gated delta rule, and experts"),
+    "recurrent_gemma": ("Hybrid", "a recurrence in attributes, which starts anew at position 0"),
+    "minimax": ("MoEHybrid", "a linear attention that keeps its state in an object of a class of its own"),
+    "rwkv": ("AttentionFree", "a list of tensors for all layers, fed request by request"),
+    "xlstm": ("AttentionFree", "states that are handed over and returned"),
     "zaya": ("MoEHybrid", "query, key and value made with the previous token: three tensors from one mixer"),
 }
 WITHIN = {"qwen3_next": 1e-3}

@@ -56,15 +56,21 @@ def _within(path: str, site: str) -> bool:
 
 
 def _specs(module: nn.Module, path: str, observation: Observation, keeping: Keeping) -> list[StateSpec]:
+    if path not in keeping.specs:
+        keeping.specs[path] = [*_look(module, path, observation, keeping)]
+    return keeping.specs[path]
+
+
+def _look(module: nn.Module, path: str, observation: Observation, keeping: Keeping) -> Iterator[StateSpec]:
     call = keeping.calls.get(path)
     calls = observation.calls.get(path, [])
     hidden = [name for name, x in call.arguments.items() if _is_tokens(x)] if call else []
     if call is None or len(hidden) != 1 or len(calls) != 1:
-        return []
-    found = []
+        return
     for argument in (*_holders(call), *([""] if path in keeping.attributes else [])):
-        found += _probe(module, call, hidden[0], argument, keeping.layers.get(path, 0))
-    return [spec for spec in found if _nothing_else_read(spec, observation, path)]
+        for spec in _probe(module, call, hidden[0], argument, keeping.layers.get(path, 0)):
+            if _nothing_else_read(spec, observation, path):
+                yield spec
 
 
 def _is_tokens(x: Any) -> bool:

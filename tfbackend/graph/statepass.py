@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tfbackend.graph.interface import RUN_ERRORS, answering, as_it_was, buffers_on_meta, call_on_meta, unattended
 from tfbackend.graph.masks import masks_that_answer
 from tfbackend.graph.observe import TOKENS, call_keywords
-from tfbackend.statespec import Path
+from tfbackend.statespec import Path, StateSpec
 
 REQUESTS = 3
 """Requests of the run. No state is of this size by chance in its first axis."""
@@ -51,11 +51,13 @@ class Keeping:
         calls: path of a module -> its first call.
         attributes: paths of modules -> names of plain attributes that tensors were put into.
         layers: path of a module -> how many there are in the list of layers that it is in.
+        specs: what was found by looking into a call, by path.
     """
 
     calls: dict[str, KeepingCall] = field(default_factory=dict)
     attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
+    specs: dict[str, list[StateSpec]] = field(default_factory=dict)
 
 
 def keep(base: nn.Module) -> Keeping:
