@@ -140,11 +140,12 @@ def settle_cache(config: VllmConfig, plan: Plan) -> None:
     they have for listed model types alone. The engine reads the rest off the layers.
     """
     cache, model = config.cache_config, config.model_config
-    latent = next((spec for _, spec in plan.attention if isinstance(spec, MLASpec)), None)
+    specs = [spec for _, spec in plan.attention]
+    latent = next((spec for spec in specs if isinstance(spec, MLASpec)), None)
     if latent is not None:
         model.model_arch_config.head_size = latent.sizes.cached
     elif hasattr(model.hf_text_config, HIDDEN_RANK):
-        whole = (spec.head_dim for _, spec in plan.attention if isinstance(spec, AttentionSpec))
+        whole = (spec.head_dim for spec in specs if isinstance(spec, AttentionSpec))
         model.model_arch_config.head_size = max(whole, default=model.model_arch_config.head_size)
     elif model.use_mla and config.device_config.device_type == "cpu" and cache.block_size % 32:
         cache.block_size = 128

@@ -45,16 +45,10 @@ from tfbackend.meta import GENERATE, MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
 from tfbackend.plan_reading import explained, parts_read, read_heads, read_token_numbering
-from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, looped_refusals
+from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, running_refusals
 from tfbackend.positions import Numbered, following_positions
 from tfbackend.proof import Prover
-from tfbackend.refusals import (
-    inline_refusal,
-    mixing_refusal,
-    positions_refusal,
-    settling_refusal,
-    unobserved_refusal,
-)
+from tfbackend.refusals import inline_refusal, mixing_refusal, positions_refusal, unobserved_refusal
 from tfbackend.serving import ServingSpec
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import defined_name, scratch
@@ -252,8 +246,7 @@ def _decide(
     refusals += attention_refusals(plan, observation, serving, inlined)
     refusals += context_refusals(plan, serving)
     refusals += experts_refusals(plan, serving)
-    refusals += looped_refusals(base, plan, observation)
-    refusals += [settling_refusal(type(base).__name__) for found in observation.settling if not found.method]
+    refusals += running_refusals(base, plan, observation)
     kept = frozenset(path for path, _ in plan.state)
     missed = {miss.qualname: miss.reason for miss in misses if miss.fuser == "state"}
     for path, found in mixing_modules(base, plan.layers, observation, prover, kept):
