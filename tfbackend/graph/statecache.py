@@ -25,7 +25,7 @@ MOST_STATES = 8
 
 def kept_by(config: PretrainedConfig) -> str:
     """What Transformers keeps for a model of this config: HYBRID (state, and keys and values), ATTENTION_FREE (state
-    alone), or "" for keys and values alone. A config that Transformers has no cache for gives ""."""
+    alone), or "" for keys and values alone. Where its cache has no state the class of the model may say that it has."""
     try:
         layers = DynamicCache(config=config).layers
     except RUN_ERRORS:
