@@ -4,9 +4,9 @@
         ...                                                   ->       return self.state(hidden_states)
 
 The layer runs the mixer's own forward on its own parameters, each request with its own tensors of state. Which module
-it is, what it keeps and in which shapes is seen in a run on meta: with Transformers' cache (graph/stateful.py), or, of a
-mixer that asks no such cache, in what the model hands it where it is to keep state (graph/stateheld.py). How it may be
-fed is tried out on random numbers (graph/statetrial.py), which is also the proof.
+it is, what it keeps and in which shapes is seen in a run on meta: with Transformers' cache (graph/stateful.py), or, of
+a mixer that asks no such cache, in what the model hands it where it is to keep state (graph/stateheld.py). How it may
+be fed is tried out on random numbers (graph/statetrial.py), which is also the proof.
 """
 
 from __future__ import annotations
