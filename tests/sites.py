@@ -1,6 +1,7 @@
 """Plans of tiny modules: what a fuser answers for one site, and the source text that its edits make."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from tfbackend.fusers.base import Miss, Rewrite, Site
 from tfbackend.graph.interface import attention_interface
 from tfbackend.graph.observe import TOKENS, Observation, observe
+from tfbackend.graph.statepass import Keeping, keep
 from tfbackend.plan import _collect_proven, _Planner
 from tfbackend.proof import Prover
 from tfbackend.serving import MLA_OFF, MLASizes, ServingSpec
@@ -52,8 +54,8 @@ class OneSite(nn.Module):
 class Decision:
     """The plan of a base model: the proven rewrites, the misses and the sites they speak of."""
 
-    def __init__(self, base: nn.Module, serving: ServingSpec, prover: Prover) -> None:
-        self.observation: Observation = observe(base)
+    def __init__(self, base: nn.Module, serving: ServingSpec, prover: Prover, keeping: Keeping | None = None) -> None:
+        self.observation: Observation = replace(observe(base), keeping=keeping)
         assert not self.observation.problem, self.observation.problem
         meta = SimpleNamespace(base=base, base_path="", embedding_path="embed")
         self.planner = _Planner(meta, serving, self.observation)  # type: ignore[arg-type]
@@ -110,6 +112,13 @@ def decide(
     return Decision(base, serving, Prover(directory, budget))
 
 
+def decide_keeping(build: Callable[[], nn.Module]) -> Decision:
+    """Plan a base model, with what it keeps outside Transformers' cache."""
+    with init_empty_weights(include_buffers=False):
+        base = build().eval()
+    return Decision(base, ServingSpec(), Prover(None, 60.0), keep(base))
+
+
 def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:
     """What a forward of Transformers does with its q, k, v of [1, heads, tokens, dim]: -> [1, tokens, heads * dim]."""
     keywords.setdefault("scaling", DIM**-0.5)
@@ -128,4 +137,17 @@ def lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()[1:] if line.strip()]
 
 
-__all__ = ["DIM", "HEADS", "KV_HEADS", "TOKENS", "WIDTH", "Decision", "OneSite", "attend", "decide", "heads", "lines"]
+__all__ = [
+    "DIM",
+    "HEADS",
+    "KV_HEADS",
+    "TOKENS",
+    "WIDTH",
+    "Decision",
+    "OneSite",
+    "attend",
+    "decide",
+    "decide_keeping",
+    "heads",
+    "lines",
+]

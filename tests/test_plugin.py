@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfbackend.errors import VersionError
-from tfbackend.plugin import _ATTENTION_FREE, _CLASSES, _admit, _choose, check_versions
+from tfbackend.plugin import _ATTENTION_FREE, _CLASSES, _HYBRID, _admit, _choose, check_versions
 
 vllm_registry = pytest.importorskip("vllm.model_executor.models.registry")
 
@@ -94,7 +94,7 @@ def test_layers_with_state_are_made_known_once(said):
     assert said["resolved-before"] == "TransformersHybridForCausalLM", "vLLM asks for the resolved name again"
     assert said["splits"] == "1", "CUDA graphs must not be captured over the op"
     assert said["state-backend"] == "tfbackend.layers.state.StateBackend"
-    assert said["set-up"] == str(list(_ATTENTION_FREE))
+    assert said["set-up"] == str([*_ATTENTION_FREE, *_HYBRID])
     assert said["chooses-once"] == "True"
 
 
@@ -113,6 +113,8 @@ def test_layers_with_state_are_made_known_once(said):
         ),
         ("lfm2", {"layer_types": ["full_attention"] * 2}, "TransformersForCausalLM", "TransformersForCausalLM"),
         ("jamba", {}, "TransformersMoEForCausalLM", "TransformersMoEHybridForCausalLM"),
+        ("rwkv", {}, "TransformersForCausalLM", "TransformersAttentionFreeForCausalLM"),
+        ("recurrent_gemma", {}, "TransformersForCausalLM", "TransformersHybridForCausalLM"),
         ("mamba2", {}, "TransformersForSequenceClassification", "TransformersForSequenceClassification"),
     ],
 )

@@ -13,15 +13,19 @@ import torch
 from transformers import PretrainedConfig
 from vllm import envs
 from vllm.config import CacheConfig, CompilationMode, VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tfbackend import meta
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.layers.context import BuildContext
-from tfbackend.layers.mla import mla_sizes
+from tfbackend.layers.mla import HIDDEN_RANK, mla_sizes
+from tfbackend.layerspecs import AttentionSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.plan import Plan
 from tfbackend.serving import ServingSpec
+
+logger = init_logger("vllm.tfbackend")
 
 
 def serving_spec(config: VllmConfig) -> ServingSpec:
@@ -78,7 +82,7 @@ def hf_config(config: VllmConfig) -> PretrainedConfig:
     """The config to build the model from: vLLM's, or where vLLM reads the file with the config class of another
     architecture, Transformers' own reading of it, with the user's overrides."""
     model = config.model_config
-    given: PretrainedConfig = model.hf_config
+    given: PretrainedConfig = _with_latents(model.hf_config)
     wanted = meta.named_config_class(given)
     if wanted is None or isinstance(given, wanted):
         return given
@@ -105,6 +109,28 @@ def _override(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
             setattr(config, name, inner | value if isinstance(value, dict) and isinstance(inner, dict) else value)
 
 
+def cache_whole(config: VllmConfig) -> None:
+    """Let vLLM lay out a cache of whole keys and values for a model with state, though its config has latents.
+
+    On a CPU its attention over latents wants blocks of 16 tokens, and no prefix caching, neither of which goes with
+    pages of state. vLLM decides by `kv_lora_rank` alone, so that is hidden from it; `hf_config` has it again.
+    """
+    model, text = config.model_config, config.model_config.hf_text_config
+    if config.device_config.device_type == "cpu" and model.use_mla and not hasattr(text, HIDDEN_RANK):
+        vars(text)[HIDDEN_RANK] = text.kv_lora_rank
+        vars(text)["kv_lora_rank"] = None
+        logger.info("vLLM has no cache of latents beside state on a CPU: keys and values are cached whole")
+
+
+def _with_latents(config: PretrainedConfig) -> PretrainedConfig:
+    if not hasattr(config.get_text_config(), HIDDEN_RANK):
+        return config
+    config = copy.deepcopy(config)
+    text = vars(config.get_text_config())
+    text["kv_lora_rank"] = text.pop(HIDDEN_RANK)
+    return config
+
+
 def settle_cache(config: VllmConfig, plan: Plan) -> None:
     """Tell the engine which cache the plan has; call it before layers are built.
 
@@ -114,9 +140,13 @@ def settle_cache(config: VllmConfig, plan: Plan) -> None:
     they have for listed model types alone. The engine reads the rest off the layers.
     """
     cache, model = config.cache_config, config.model_config
-    latent = next((spec for _, spec in plan.attention if isinstance(spec, MLASpec)), None)
+    specs = [spec for _, spec in plan.attention]
+    latent = next((spec for spec in specs if isinstance(spec, MLASpec)), None)
     if latent is not None:
         model.model_arch_config.head_size = latent.sizes.cached
+    elif hasattr(model.hf_text_config, HIDDEN_RANK):
+        whole = (spec.head_dim for spec in specs if isinstance(spec, AttentionSpec))
+        model.model_arch_config.head_size = max(whole, default=model.model_arch_config.head_size)
     elif model.use_mla and config.device_config.device_type == "cpu" and cache.block_size % 32:
         cache.block_size = 128
 

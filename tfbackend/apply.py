@@ -133,6 +133,24 @@ def share_parameters(root: nn.Module, pairs: Iterable[tuple[str, str]]) -> None:
             root.get_submodule(path)._parameters[name] = live[source]
 
 
+_UNSETTLED = "tfb_unsettled"
+"""Attribute of a module that changes weights: its plain attributes before it did."""
+
+
+def settle(base: nn.Module, methods: Iterable[tuple[str, str]]) -> None:
+    """Let modules change the weights that were just loaded, as their first forward would; call it after each loading.
+
+    Args:
+        methods: (module path, name of its method).
+    """
+    for path, method in methods:
+        module = base.get_submodule(path)
+        plain = {name: x for name, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
+        vars(module).update(vars(module).setdefault(_UNSETTLED, plain))
+        with torch.no_grad():
+            getattr(module, method)()
+
+
 def _kept_in_float32(base: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     """Fragments of the names of parameters that Transformers keeps in float32 whatever the model's dtype."""
     kept = set(getattr(base, "_keep_in_fp32_modules_strict", None) or ())

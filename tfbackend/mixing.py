@@ -99,6 +99,8 @@ class _EachAlone(nn.Module):
         def spread(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
+            if _axis(x) != 1:  # a state that it returns
+                return torch.zeros(x.shape)
             wide = summed.view(*summed.shape, *[1] * (x.dim() - 2)).expand(x.shape)
             return torch.sin(wide + torch.arange(x.shape[-1]))
 

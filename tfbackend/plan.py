@@ -25,6 +25,9 @@ from tfbackend.graph.numbering import TokenNumbering
 from tfbackend.graph.observe import Observation, needs_masks, observe
 from tfbackend.graph.selection import Selection, find_selection
 from tfbackend.graph.stages import Stages, find_stages
+from tfbackend.graph.statecache import kept_by
+from tfbackend.graph.stateheld import held_sites
+from tfbackend.graph.statepass import keep
 from tfbackend.graph.token_types import has_plain_types
 from tfbackend.graph.trial import plain_float32
 from tfbackend.grouping import Grouped, counts_kept
@@ -43,7 +46,7 @@ from tfbackend.meta import GENERATE, MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
 from tfbackend.plan_reading import explained, parts_read, read_heads, read_token_numbering
-from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, looped_refusals
+from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, running_refusals
 from tfbackend.positions import Numbered, following_positions
 from tfbackend.proof import Prover
 from tfbackend.refusals import (
@@ -83,6 +86,7 @@ class Plan:
         head: what the head class does between the base model's output and the logits.
         numbering: how the model numbers its tokens by looking at which they are; None where it takes positions.
         typed: whether each call may be given types of tokens.
+        settling: (module path, method without arguments) of changes that the model makes to its weights once.
         classifier: what a class does between the hidden states and the logits of its labels, where it is one.
         task, base_path, embedding_path, head_path, tied: see meta.MetaModel.
         layers: path of the list of decoder layers, relative to the base model.
@@ -113,6 +117,7 @@ class Plan:
     numbering: TokenNumbering | None = None
     typed: bool = False
     stages: Stages | None = None
+    settling: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -213,9 +218,11 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         if inlined.methods:
             observation = observe(base)
         assert not observation.problem, observation.problem
-        numbered = edited.enter_context(following_positions(base, observation, directory))
+        keeping = keep(base) if not serving.stateless and kept_by(base.config) else None
+        held = held_sites(base, replace(observation, keeping=keeping)) if observation.counting else ()
+        numbered = edited.enter_context(following_positions(base, observation, directory, held))
         observation = explained(numbered.observation, inlined)
-        observation = replace(observation, selection=find_selection(base, observation))
+        observation = replace(observation, selection=find_selection(base, observation), keeping=keeping)
         plan, refusals = _decide(meta, serving, prover, replace(numbered, observation=observation), inlined)
         return replace(plan, forwards={**grouped.forwards, **plan.forwards}), refusals
 
@@ -251,7 +258,7 @@ def _decide(
     refusals += attention_refusals(plan, observation, serving, inlined)
     refusals += context_refusals(plan, serving)
     refusals += experts_refusals(plan, serving)
-    refusals += looped_refusals(base, plan, observation)
+    refusals += running_refusals(base, plan, observation)
     kept = frozenset(path for path, _ in plan.state)
     missed = {miss.qualname: miss.reason for miss in misses if miss.fuser == "state"}
     for path, found in mixing_modules(base, plan.layers, observation, prover, kept):
@@ -266,7 +273,7 @@ def _decide(
     stages = find_stages(base, plan.layers) if serving.pp_size > 1 else None
     if stages is not None and stages.problem:
         refusals.append(stages_refusal(stages))
-    plan = replace(plan, numbering=numbering, typed=typed, stages=stages)
+    plan = replace(plan, numbering=numbering, typed=typed, stages=stages, settling=tuple(observation.settling))
     return plan, tuple(refusals)
 
 

@@ -11,7 +11,7 @@ from tfbackend.errors import UnsupportedModelError
 from tfbackend.graph.interface import GROUPED
 from tfbackend.graph.observe import Observation
 from tfbackend.inline import Inlined
-from tfbackend.refusals import context_refusal, looped_refusal
+from tfbackend.refusals import context_refusal, looped_refusal, settling_refusal
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
 
@@ -62,7 +62,14 @@ def experts_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedMo
             )
 
 
-def looped_refusals(base: nn.Module, plan: Plan, observation: Observation) -> Iterator[UnsupportedModelError]:
+def running_refusals(base: nn.Module, plan: Plan, observation: Observation) -> Iterator[UnsupportedModelError]:
+    """What a model does while it runs that does not belong in a forward that is captured or compiled."""
+    yield from _looped_refusals(base, plan, observation)
+    if any(not found.method for found in observation.settling):
+        yield settling_refusal(type(base).__name__)
+
+
+def _looped_refusals(base: nn.Module, plan: Plan, observation: Observation) -> Iterator[UnsupportedModelError]:
     """What was answered for in the observed run has to be replaced: as it is, it cannot be captured or compiled."""
     fusers = ("looped_experts", "grouped_linear")
     replaced = {rewrite.qualname for rewrite in plan.rewrites if rewrite.fuser in fusers}

@@ -61,8 +61,22 @@ def _keep_state() -> None:
     if _STATE_OP not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append(_STATE_OP)
     # vLLM sets up the cache of hybrid classes by itself, that of attention-free ones by their names.
-    MODELS_CONFIG_MAP.update(dict.fromkeys(_ATTENTION_FREE, MambaModelConfig))
+    MODELS_CONFIG_MAP.update(dict.fromkeys(_ATTENTION_FREE, MambaModelConfig) | dict.fromkeys(_HYBRID, _HybridConfig))
     _choose(ModelConfig)
+
+
+class _HybridConfig:
+    """What vLLM is told of its cache before it sets that up for a hybrid class."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Nothing is to be told of the model."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        from tfbackend.adapt import cache_whole
+
+        cache_whole(vllm_config)
 
 
 def _choose(config_class: Any) -> None:

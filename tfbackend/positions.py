@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,16 +58,20 @@ class Numbered:
 
 
 @contextmanager
-def following_positions(base: nn.Module, seen: Observation, directory: Path | None = None) -> Iterator[Numbered]:
+def following_positions(
+    base: nn.Module, seen: Observation, directory: Path | None = None, besides: Collection[str] = ()
+) -> Iterator[Numbered]:
     """While entered, modules of `base` that count tokens ask for positions instead.
 
     Args:
         seen: a run of `base` as it is.
         directory: where the edited classes are written.
+        besides: paths of modules that run one request at a time, and may count its tokens.
     """
     classes = {path: type(module) for path, module in base.named_modules()}
     try:
-        yield _follow(base, seen, directory or scratch()) if seen.counting else Numbered(seen)
+        counted = bool(seen.counting and _counts(seen, besides))
+        yield _follow(base, seen, directory or scratch(), besides) if counted else Numbered(seen)
     finally:
         for path, cls in classes.items():
             module = base.get_submodule(path)
@@ -75,19 +79,23 @@ def following_positions(base: nn.Module, seen: Observation, directory: Path | No
                 module.__class__ = cls
 
 
-def _follow(base: nn.Module, seen: Observation, directory: Path) -> Numbered:
+def _counts(seen: Observation, besides: Collection[str]) -> list[Count]:
+    return [count for count in seen.counts if not any(f"{count.path}.".startswith(f"{path}.") for path in besides)]
+
+
+def _follow(base: nn.Module, seen: Observation, directory: Path, besides: Collection[str]) -> Numbered:
     first, methods = seen, dict[tuple[str, str], str]()
     for _ in range(_ROUNDS):
         try:
-            methods |= _edit_all(base, seen.counts, directory)
+            methods |= _edit_all(base, _counts(seen, besides), directory)
         except SourceError as error:
             return Numbered(first, problem=str(error))
         seen = observe(base)
         if seen.problem:
             return Numbered(first, problem=seen.problem)
-        if not seen.counting:
+        if not (seen.counting and _counts(seen, besides)):
             return Numbered(seen, methods, _disproof(base))
-    return Numbered(first, problem=f"it counts them again, {seen.counts[0].place}")
+    return Numbered(first, problem=f"it counts them again, {_counts(seen, besides)[0].place}")
 
 
 def _edit_all(base: nn.Module, counts: Sequence[Count], directory: Path) -> dict[tuple[str, str], str]:

@@ -48,6 +48,15 @@ def mixing_refusal(path: str, found: str, reason: str) -> UnsupportedModelError:
     )
 
 
+def settling_refusal(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The model changes its own weights while it runs.",
+        where=name,
+        needed="a method without arguments, called by the forward, that makes the change",
+        remedy=NATIVE,
+    )
+
+
 def inline_refusal(found: tuple[str, str]) -> UnsupportedModelError:
     return UnsupportedModelError(
         "A layer writes its attention out by itself, in a way that cannot be put into an attention layer.",

@@ -80,6 +80,11 @@ class Centred(RMS):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
 
 
+class Biased(Centred):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
+
+
 class WrongDim(RMS):
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps))
@@ -181,6 +186,7 @@ def test_kind_eps_and_weight_are_read_from_the_graph(build, spec):
     ("build", "reason"),
     [
         (WrongDim, "takes its mean over another dimension than the last"),
+        (Biased, "adds a bias to an RMS norm, for which there is no layer"),
         (EpsOutside, "what stands under its root is not mean + eps"),
         (TwoEps, "what stands under its root is not mean + eps"),
         (FunctionalNoEps, "its eps depends on the dtype"),

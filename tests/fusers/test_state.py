@@ -272,7 +272,9 @@ def test_states_lie_apart_in_a_page():
         ("mamba", {}, ATTENTION_FREE),
         ("falcon_h1", {}, HYBRID),
         ("qwen3_next", {}, HYBRID),
-        ("rwkv", {}, ""),
+        ("rwkv", {}, ATTENTION_FREE),
+        ("xlstm", {}, ATTENTION_FREE),
+        ("recurrent_gemma", {}, HYBRID),
     ],
 )
 def test_what_transformers_keeps(model_type, fields, kept):

@@ -21,8 +21,14 @@ KINDS = {
     "mamba": ("AttentionFree", "a state space that is fed token by token after the first call"),
     "falcon_h1": ("Hybrid", "a state space beside attention in every layer"),
     "qwen3_next": ("MoEHybrid", "a gated delta rule, and experts"),
+    "recurrent_gemma": ("Hybrid", "a recurrence in attributes, which starts anew at position 0"),
+    "minimax": ("MoEHybrid", "a linear attention that keeps its state in an object of a class of its own"),
+    "rwkv": ("AttentionFree", "a list of tensors for all layers, fed request by request"),
+    "xlstm": ("AttentionFree", "states that are handed over and returned"),
     "zaya": ("MoEHybrid", "query, key and value made with the previous token: three tensors from one mixer"),
 }
+ONCE = {"kimi_linear": ("MoEHybrid", "whole keys and values beside state, of a config that has latents")}
+"""Kinds that one test is enough for."""
 WITHIN = {"qwen3_next": 1e-3}
 """Transformers with its cache, fed in parts of 24 tokens, is 5e-4 away from Transformers without one."""
 MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
@@ -50,7 +56,7 @@ def _serve(
     outcome = harness.serve(request, env=env)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     served: Served = outcome.value
-    assert set(served.model_class) == {f"tfbackend.models.Transformers{KINDS[name][0]}ForCausalLM"}
+    assert set(served.model_class) == {f"tfbackend.models.Transformers{(KINDS | ONCE)[name][0]}ForCausalLM"}
     for answers, batch in zip(expected, served.batches, strict=True):
         verdict = judge(answers, batch.tokens, batch.logprobs, within=_within(name))
         assert verdict.equal, verdict
@@ -73,7 +79,7 @@ def test_prompts_in_parts(harness: Harness, name: str, caching: bool) -> None:
     assert 0 < served.inspected[0].largest_forward <= 24
 
 
-@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "qwen3_next", *ONCE])
 def test_prefix_caching(harness: Harness, name: str) -> None:
     """A request goes on from the state that another one had at the end of a block."""
     shared, *tails = make_prompts(lengths=(150, 9, 20), seed=12)

@@ -60,10 +60,14 @@ class NormFuser:
         size = value_of(inputs[0]).shape[-1]
         if problem := _state_problem(module, size):
             return problem
-        for fused in ("rms_norm", "layer_norm"):
-            if fused in names:
-                return _read_fused(trace.graph, fused, size, names)
-        return _read_spelled(trace.graph, module, size, names)
+        fused = next((name for name in ("rms_norm", "layer_norm") if name in names), None)
+        if fused is not None:
+            spec = _read_fused(trace.graph, fused, size, names)
+        else:
+            spec = _read_spelled(trace.graph, module, size, names)
+        if isinstance(spec, NormSpec) and spec.kind == "rms" and spec.bias:
+            return "adds a bias to an RMS norm, for which there is no layer"
+        return spec
 
 
 def _state_problem(module: nn.Module, size: int) -> str:

@@ -222,6 +222,20 @@ def buffers_on_meta(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer
 
 
+@contextmanager
+def as_it_was(base: nn.Module) -> Iterator[None]:
+    """While entered, modules of `base` may write into their attributes; afterwards those are what they were."""
+    own = frozenset(vars(nn.Module())) - {"training"}
+    kept = [(module, {n: v for n, v in vars(module).items() if n not in own}) for module in base.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in kept:
+            for name in [name for name in vars(module) if name not in own and name not in attributes]:
+                del vars(module)[name]
+            vars(module).update(attributes)
+
+
 def rescales(module: nn.Module) -> bool:
     """Whether a rotary embedding recomputes its frequencies from the positions of each call."""
     kinds = getattr(module, "rope_type", None)

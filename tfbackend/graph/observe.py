@@ -23,6 +23,7 @@ from tfbackend.graph.counted import Count, CountedTokens
 from tfbackend.graph.interface import (
     RUN_ERRORS,
     answering,
+    as_it_was,
     buffers_on_meta,
     call_on_meta,
     passing_experts,
@@ -30,12 +31,14 @@ from tfbackend.graph.interface import (
     unattended,
 )
 from tfbackend.graph.masks import Masks, MaskWindow, masks_that_answer, read_mask
-from tfbackend.graph.query import SDPA, SOFTMAX
+from tfbackend.graph.query import SDPA, SOFTMAX, is_in_place
 from tfbackend.graph.repeats import Repeats, mark, repeat, since
 from tfbackend.graph.routed import reads_values
+from tfbackend.graph.settling import Settling, settling
 
 if TYPE_CHECKING:
     from tfbackend.graph.selection import Selection
+    from tfbackend.graph.statepass import Keeping
 
 TOKENS = 7
 """Tokens of the meta run. Prime and small: no size of a real model is 7, so a 7 in a graph is the token axis."""
@@ -97,6 +100,8 @@ class Observation:
         selection: which keys attention is told to attend to, or why that is not known; None where it is told of none.
             An observed run does not say, `graph.selection` does.
         idle: paths of modules that nothing that is asked for follows from. An observed run does not say.
+        settling: methods by which the model changes its own weights in its first forward.
+        keeping: what a run saw in which the model was to keep state; None where it was not asked to.
     """
 
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
@@ -117,6 +122,8 @@ class Observation:
     fewest: int | None = None
     selection: Selection | str | None = None
     idle: frozenset[str] = frozenset()
+    settling: list[Settling] = field(default_factory=list)
+    keeping: Keeping | None = None
 
     def unread(self, path: str) -> list[bool] | None:
         """For each element of the tuple that the one call of a module returned, whether nothing was done with it."""
@@ -159,6 +166,7 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
     with (
         torch.no_grad(),
         buffers_on_meta(base),
+        as_it_was(base),
         masks_that_answer() as seen.masks,
         answering(record),
         _calls_into(seen, base, running),
@@ -166,7 +174,7 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
         inputs = model_inputs(base, torch.device("meta"), tokens)
         counted = CountedTokens(tokens, running, (*base.parameters(), *base.buffers()))
         try:
-            with positions_given(_row_of(inputs)), counted, _Operations(seen, running, tokens):
+            with positions_given(_row_of(inputs)), counted, _Operations(seen, running, tokens, base):
                 output = base(**inputs)
             if not seen.inline:  # a bias that is still there makes all depend on a count, and goes with its attention
                 seen.note_counts("", counted, [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)][:1])
@@ -227,9 +235,11 @@ class _Operations(TorchFunctionMode):
     """Notes what operations take, which module, the innermost of `running`, weighs tokens against tokens, and how many
     tokens are picked of all."""
 
-    def __init__(self, seen: Observation, running: list[tuple[str, nn.Module]], tokens: int) -> None:
+    def __init__(self, seen: Observation, running: list[tuple[str, nn.Module]], tokens: int, base: nn.Module) -> None:
         super().__init__()
         self.seen, self.running, self.tokens = seen, running, tokens
+        self.weights = {id(parameter) for parameter in base.parameters()}
+        self.paths = {id(module): path for path, module in base.named_modules()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`, note what it took, and whether it is a softmax over the tokens, torch's attention or a top-k."""
@@ -239,6 +249,9 @@ class _Operations(TorchFunctionMode):
                 self.seen.read[id(taken)] = self.seen.operations
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if is_in_place(name) and args and id(args[0]) in self.weights:
+            found = settling(self.paths)
+            self.seen.settling += [found] if found not in self.seen.settling else []
         if (name in SOFTMAX and tuple(result.shape[-2:]) == (self.tokens, self.tokens)) or name == SDPA:
             path = next((path for path, module in reversed(self.running) if type(module) is not nn.Softmax), "")
             self.seen.inline[path] = self.seen.inline.get(path, 0) + 1

@@ -18,10 +18,8 @@ from transformers.cache_utils import LinearAttentionLayer
 from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, unattended
 from tfbackend.graph.observe import TOKENS
 from tfbackend.graph.statecache import MOST_STATES, cache_of
+from tfbackend.graph.statepass import REQUESTS
 from tfbackend.statespec import CONV, RECURRENT, State, StateSpec
-
-REQUESTS = 3
-"""Requests of the run. No state is of this size by chance in its first axis."""
 
 
 class _Watched(LinearAttentionLayer):  # type: ignore[misc]

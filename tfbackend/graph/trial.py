@@ -75,8 +75,18 @@ class _LowRank(nn.Linear):
         return F.linear(F.linear(x, self.narrow), self.wide, self.bias)
 
 
-def materialise(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A copy of a meta module on the CPU in float32 with random parameters, wide linears stood in for."""
+def saved_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """(owner, name, buffer) of the floating-point buffers that a checkpoint has."""
+    for child in module.modules():
+        for name, buffer in list(child._buffers.items()):
+            saved = name not in child._non_persistent_buffers_set
+            if buffer is not None and saved and buffer.is_floating_point():
+                yield child, name, buffer
+
+
+def materialise(module: nn.Module, generator: torch.Generator, *, buffers: bool = True) -> nn.Module:
+    """A copy of a meta module on the CPU in float32 with random parameters, wide linears stood in for, and with random
+    saved buffers if `buffers`."""
     twin = copy.deepcopy(module).float()
     for child in twin.modules():
         if has_experts_interface(child):
@@ -88,11 +98,9 @@ def materialise(module: nn.Module, generator: torch.Generator) -> nn.Module:
         for name, parameter in list(child._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 child._parameters[name] = nn.Parameter(_random_weight(child, parameter, generator), requires_grad=False)
-        for name, buffer in list(child._buffers.items()):
-            saved = name not in child._non_persistent_buffers_set
-            if buffer is not None and saved and buffer.is_floating_point():
-                # A checkpoint may fill it with anything, whatever it was initialised to.
-                child._buffers[name] = torch.rand(buffer.shape, generator=generator) + 0.5
+    for owner, name, buffer in saved_buffers(twin) if buffers else ():
+        # A checkpoint may fill it with anything, whatever it was initialised to.
+        owner._buffers[name] = torch.rand(buffer.shape, generator=generator) + 0.5
     return twin.eval()
 
 

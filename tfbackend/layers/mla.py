@@ -14,6 +14,9 @@ from tfbackend.layers.context import BuildContext
 from tfbackend.mlaspec import MLASpec, sizes_named
 from tfbackend.serving import MLASizes
 
+HIDDEN_RANK = "tfb_kv_lora_rank"
+"""Attribute of a config: its `kv_lora_rank`, where that was hidden from vLLM."""
+
 
 class LatentAttention(MLAAttention):
     """Takes what is cached where other layers take keys and values. vLLM picks the kernel."""
@@ -61,6 +64,8 @@ def mla_sizes(config: VllmConfig) -> MLASizes | str:
     """
     model, text = config.model_config, config.model_config.hf_text_config
     if not model.use_mla:
+        if hasattr(text, HIDDEN_RANK):
+            return "vLLM has no cache of latents beside state on a CPU"
         named = getattr(text, "kv_lora_rank", None) is not None
         return "VLLM_MLA_DISABLE is set" if named else "its config has no kv_lora_rank"
     if config.lora_config is not None:

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
 
 from tfbackend import __version__, adapt, meta
-from tfbackend.apply import apply_plan, share_parameters
+from tfbackend.apply import apply_plan, settle, share_parameters
 from tfbackend.graph.observe import call_keywords
 from tfbackend.layers.loading import load
 from tfbackend.layers.stages import HIDDEN, check_shared, this_stage
@@ -157,4 +157,5 @@ class Base(nn.Module):
         loaded, self.ledger = load(self, self.weight_map, weights, quantized=quantized, source=source)
         if get_tensor_model_parallel_rank() == 0:
             write_report(adapt.cache_directory() / "reports", self.plan, self.ledger)
+        settle(self.model, self.plan.settling)
         return loaded

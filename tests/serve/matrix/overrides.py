@@ -87,6 +87,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
+    "recurrent_gemma": {"num_hidden_layers": 4, "block_types": ["recurrent", "attention"]},
     "reformer": {
         "axial_pos_shape": [16, 32],
         "axial_pos_embds_dim": [32, 96],
@@ -94,6 +95,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "local_attn_chunk_length": WINDOW,
         "lsh_attn_chunk_length": WINDOW,
     },
+    "rwkv": {"num_hidden_layers": 4, "rescale_every": 2},  # as published, but of more than six layers
     "xlm": {"emb_dim": 128, "causal": True},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {
