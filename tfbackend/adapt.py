@@ -19,6 +19,7 @@ from tfbackend import meta
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.mla import mla_sizes
+from tfbackend.layers.native import native_kinds
 from tfbackend.mlaspec import MLASpec
 from tfbackend.plan import Plan
 from tfbackend.serving import ServingSpec
@@ -40,6 +41,7 @@ def serving_spec(config: VllmConfig) -> ServingSpec:
         compiled=config.compilation_config.mode != CompilationMode.NONE,
         whole_prompts=_whole_prompts(config),
         mla=mla_sizes(config),
+        natives=native_kinds(config),
         stateless=_stateless(config),
     )
 

@@ -19,6 +19,7 @@ from tfbackend.groupedspec import GroupedLinearSpec
 from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+from tfbackend.nativespec import NativeSpec
 from tfbackend.statespec import StateSpec
 from tfbackend.tablespec import FixedRopeSpec as FixedRopeSpec
 from tfbackend.tablespec import GrownTableSpec as GrownTableSpec
@@ -416,4 +417,5 @@ LayerSpec = (
     | GroupedLinearSpec
     | MoESpec
     | StateSpec
+    | NativeSpec
 )

@@ -117,6 +117,7 @@ def _own_files() -> list[Path]:
             "mlaspec.py",
             "tablespec.py",
             "statespec.py",
+            "ssdspec.py",
             "mixing.py",
             "graph/trial.py",
         )

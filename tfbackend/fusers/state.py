@@ -41,7 +41,7 @@ class StateFuser:
         spec = tried(site.module, calls[0], found)
         if isinstance(spec, str):
             return self._miss(site, spec)
-        return Match({"spec": spec}, (_edit(site.source, spec.hidden, self.name),), site.inside | {LAYER})
+        return Match({"spec": spec}, (body_edit(site.source, spec.hidden, self.name),), site.inside | {LAYER})
 
     def _miss(self, site: Site, reason: str, *, near: bool = True) -> Miss:
         return Miss(self.name, site.qualname, reason, site.place(), near)
@@ -59,7 +59,7 @@ class StateFuser:
         )
 
 
-def _edit(source: ForwardSource, hidden: str, by: str) -> Edit:
+def body_edit(source: ForwardSource, hidden: str, by: str) -> Edit:
     """The whole body of the forward, but for a docstring, gives way to a call of the layer."""
     body = source.tree.body
     first = body[1] if len(body) > 1 and ast.get_docstring(source.tree) is not None else body[0]

@@ -37,7 +37,7 @@ _LENGTH = sum(_CHUNKS)
 def tried(module: nn.Module, call: Any, spec: StateSpec) -> StateSpec | str:
     """`spec` with how the mixer is to be fed, or why it cannot be."""
     generator = torch.Generator().manual_seed(23)
-    with torch.no_grad(), plain_float32(), answering(unattended), _whole_numbers():
+    with torch.no_grad(), plain_float32(), answering(unattended), whole_numbers():
         try:
             return _Trial(materialise(module, generator), spec, generator).judge(call)
         except RUN_ERRORS as error:
@@ -45,7 +45,7 @@ def tried(module: nn.Module, call: Any, spec: StateSpec) -> StateSpec | str:
 
 
 @contextmanager
-def _whole_numbers() -> Iterator[None]:
+def whole_numbers() -> Iterator[None]:
     """While entered, float32 products on the CPU are of float32."""
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

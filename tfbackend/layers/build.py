@@ -30,6 +30,7 @@ from tfbackend.layers.grouped import GroupedLinear
 from tfbackend.layers.looped import DenseExperts, LoopedExperts
 from tfbackend.layers.mla import latent_attention
 from tfbackend.layers.moe import KernelMoE
+from tfbackend.layers.native import SSDLayer
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
 from tfbackend.layers.rotary import Rotary
 from tfbackend.layers.sinks import own_sinks
@@ -56,6 +57,7 @@ from tfbackend.layerspecs import (
 from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+from tfbackend.ssdspec import SSDSpec
 from tfbackend.statespec import StateSpec
 
 
@@ -238,6 +240,10 @@ def _state(spec: StateSpec, prefix: str, context: BuildContext, site: nn.Module)
     return StateLayer(spec, prefix, site)
 
 
+def _ssd(spec: SSDSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return SSDLayer(spec, prefix, context)
+
+
 def own_slopes(slopes: tuple[float, ...], tp_size: int) -> list[float]:
     """The ALiBi slopes of this rank's heads."""
     heads = len(slopes) // tp_size
@@ -263,6 +269,7 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     GroupedLinearSpec: _grouped,
     MoESpec: _moe,
     StateSpec: _state,
+    SSDSpec: _ssd,
 }
 
 

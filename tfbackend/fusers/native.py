@@ -1,0 +1,96 @@
+"""A mixer that keeps state between calls -> the engine's own layer for it.
+
+    def forward(self, hidden_states, cache_params=None, ...):      def forward(self, hidden_states, ...):
+        ...                                                   ->       return self.state(hidden_states)
+
+as the state fuser has it, but for the layer: it computes with kernels of the engine and not with the mixer's code, its
+parameters are shared out among ranks, and so is the state. What a mixer is as such a layer is told from its shapes and
+then from its numbers (graph/ssd.py); where it is none, the state fuser has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
+from tfbackend.fusers.state import LAYER, body_edit
+from tfbackend.graph.kinds import tampered
+from tfbackend.graph.ssd import find_ssd
+from tfbackend.graph.stateful import find_state
+from tfbackend.serving import MAMBA2, NATIVE_OFF, ServingSpec
+from tfbackend.ssdspec import SSDSpec
+from tfbackend.statespec import StateSpec
+
+
+def native_problem(serving: ServingSpec, kind: str) -> str:
+    """Why the engine has no layer of a kind for a model that runs like this; "" where it has."""
+    if isinstance(serving.natives, str):
+        return serving.natives
+    if kind not in serving.natives:
+        return f"the engine has no kernels for {kind} on {serving.device} in {str(serving.dtype).removeprefix('torch.')}"
+    if serving.quantization is not None:
+        return "the shards of its quantized projections are not those of the checkpoint"
+    return serving.stateless
+
+
+class NativeFuser:
+    """What the fusers of this kind have in common. `find` says what a mixer is."""
+
+    name: ClassVar[str]
+    kind: ClassVar[str]
+
+    def find(self, site: Site, state: StateSpec) -> tuple[Any, tuple[WeightEntry, ...]] | str:
+        """(spec, the weights of its layer), or why it is none; "" where it does not look like one."""
+        raise NotImplementedError
+
+    def match(self, site: Site) -> Match | Miss:
+        state = find_state(site.module, site.observation.calls.get(site.qualname, []))
+        if isinstance(state, str):
+            return self._miss(site, "it keeps no state that could be kept", near=False)
+        problem = native_problem(site.serving, self.kind)
+        if problem == NATIVE_OFF:
+            return self._miss(site, problem, near=False)
+        found = self.find(site, state)
+        if isinstance(found, str):
+            return self._miss(site, found or f"it has not the shapes of {self.kind}", near=bool(found))
+        spec, weights = found
+        problem = problem or tampered(site.module) or spec.sharing_problem(site.serving.tp_size)
+        if problem:
+            return self._miss(site, problem)
+        if isinstance(site.source, str):
+            return self._miss(site, site.source)
+        if hasattr(site.module, LAYER):
+            return self._miss(site, f"already has an attribute called {LAYER}")
+        roles = {"spec": spec, "weights": weights, "hidden": state.hidden}
+        return Match(roles, (body_edit(site.source, state.hidden, self.name),), site.inside | {LAYER})
+
+    def _miss(self, site: Site, reason: str, *, near: bool = True) -> Miss:
+        return Miss(self.name, site.qualname, f"not the engine's own layer: {reason}", site.place(), near)
+
+    def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
+        spec, weights = match.roles["spec"], match.roles["weights"]
+        return Rewrite(
+            qualname=site.qualname,
+            fuser=self.name,
+            summary=str(spec),
+            children=((LAYER, spec),),
+            removes=tuple(entry.source for entry in weights),
+            edits=match.edits,
+            weights=weights,
+            claims=match.claims,
+            captured=(("tokens", match.roles["hidden"]), *((e.target.removeprefix(f"{LAYER}."), e.source) for e in weights)),
+        )
+
+
+class SSDFuser(NativeFuser):
+    """Mamba-2."""
+
+    name: ClassVar[str] = MAMBA2
+    kind: ClassVar[str] = MAMBA2
+
+    def find(self, site: Site, state: StateSpec) -> tuple[SSDSpec, tuple[WeightEntry, ...]] | str:
+        found = find_ssd(site.module, state)
+        if isinstance(found, str):
+            return found
+        spec, parts = found
+        return spec, tuple(WeightEntry(name, f"{LAYER}.{place}") for place, name in parts.places.items())
