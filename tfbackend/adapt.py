@@ -41,9 +41,16 @@ def serving_spec(config: VllmConfig) -> ServingSpec:
         compiled=config.compilation_config.mode != CompilationMode.NONE,
         whole_prompts=_whole_prompts(config),
         mla=mla_sizes(config),
-        natives=native_kinds(config),
+        natives=_natives(config),
         stateless=_stateless(config),
     )
+
+
+def _natives(config: VllmConfig) -> frozenset[str] | str:
+    """TFBACKEND_NATIVE_STATE=0 has every mixer with state run as Transformers wrote it."""
+    if os.environ.get("TFBACKEND_NATIVE_STATE") == "0":
+        return "TFBACKEND_NATIVE_STATE=0 is set"
+    return native_kinds(config)
 
 
 def _stateless(config: VllmConfig) -> str:
