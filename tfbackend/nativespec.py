@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from tfbackend.shortconvspec import ShortConvSpec
 from tfbackend.ssdspec import SSDSpec
 from tfbackend.statespec import StateSpec
 
-NativeSpec = SSDSpec
-NATIVE_SPECS = (SSDSpec,)
+NativeSpec = SSDSpec | ShortConvSpec
+NATIVE_SPECS = (SSDSpec, ShortConvSpec)
 
 
 def state_bytes(spec: StateSpec | NativeSpec, tp_size: int, itemsize: int) -> int:

@@ -118,6 +118,7 @@ def _own_files() -> list[Path]:
             "tablespec.py",
             "statespec.py",
             "ssdspec.py",
+            "shortconvspec.py",
             "mixing.py",
             "graph/trial.py",
         )

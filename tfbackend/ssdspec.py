@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tfbackend.serving import ServingSpec
+from tfbackend.shortconvspec import packs_convolutions
+
 NO_LIMIT = (0.0, math.inf)
 
 
@@ -76,14 +79,19 @@ class SSDSpec:
         conv = (self.inner // tp_size + 2 * groups * self.state_size) * (self.kernel - 1) * itemsize
         return conv + self.inner // tp_size * self.state_size * self.recurrent.itemsize
 
-    def sharing_problem(self, tp_size: int) -> str:
-        """Why the heads cannot be handed out to so many ranks; "" where they can."""
+    def problem(self, serving: ServingSpec) -> str:
+        """Why vLLM's layer cannot have it on the ranks and the device that there are; "" where it can."""
+        tp_size = serving.tp_size
         if self.heads % tp_size:
             return f"its {self.heads} heads do not go into {tp_size} ranks"
         if self.groups % tp_size and self.groups != 1:
             return f"its {self.groups} groups do not go into {tp_size} ranks"
         if self.groups % tp_size and not self.conv_bias:
             return f"vLLM shares out one group among {tp_size} ranks only where the convolution has a bias"
+        groups = max(self.groups // tp_size, 1)
+        channels = self.inner // tp_size + 2 * groups * self.state_size
+        if packs_convolutions(serving, self.kernel) and channels % 32:
+            return f"vLLM packs convolutions in 32 channels on a CPU, and each rank has {channels}"
         return ""
 
     def reference(self) -> SSDReference:

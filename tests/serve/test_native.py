@@ -18,9 +18,10 @@ KINDS = {
     "mamba2": ("SSDLayer", "Mamba-2 and nothing else, normed over all groups at once"),
     "falcon_h1": ("SSDLayer", "beside attention in every layer, with factors and no norm"),
     "nemotron_h": ("SSDLayer", "normed by groups, with a time step that is limited in prompts"),
+    "lfm2": ("ShortConvLayer", "a short convolution, and attention in other layers"),
     "zamba2": ("SSDLayer", "one group, which every rank has"),
 }
-USUAL = ("mamba2", "falcon_h1")
+USUAL = ("mamba2", "falcon_h1", "lfm2")
 MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
 AS_WRITTEN = {"TFBACKEND_NATIVE_STATE": "0"}
 

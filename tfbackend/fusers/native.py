@@ -10,14 +10,17 @@ then from its numbers (graph/ssd.py); where it is none, the state fuser has it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
 from tfbackend.fusers.state import LAYER, body_edit
 from tfbackend.graph.kinds import tampered
+from tfbackend.graph.shortconv import find_short_conv
 from tfbackend.graph.ssd import find_ssd
 from tfbackend.graph.stateful import find_state
-from tfbackend.serving import MAMBA2, NATIVE_OFF, ServingSpec
+from tfbackend.serving import MAMBA2, NATIVE_OFF, SHORT_CONV, ServingSpec
+from tfbackend.shortconvspec import ShortConvSpec
 from tfbackend.ssdspec import SSDSpec
 from tfbackend.statespec import StateSpec
 
@@ -54,7 +57,7 @@ class NativeFuser:
         if isinstance(found, str):
             return self._miss(site, found or f"it has not the shapes of {self.kind}", near=bool(found))
         spec, weights = found
-        problem = problem or tampered(site.module) or spec.sharing_problem(site.serving.tp_size)
+        problem = problem or tampered(site.module) or spec.problem(site.serving)
         if problem:
             return self._miss(site, problem)
         if isinstance(site.source, str):
@@ -93,4 +96,19 @@ class SSDFuser(NativeFuser):
         if isinstance(found, str):
             return found
         spec, parts = found
-        return spec, tuple(WeightEntry(name, f"{LAYER}.{place}") for place, name in parts.places.items())
+        return spec, _entries(parts.places)
+
+
+class ShortConvFuser(NativeFuser):
+    """A gated short convolution."""
+
+    name: ClassVar[str] = SHORT_CONV
+    kind: ClassVar[str] = SHORT_CONV
+
+    def find(self, site: Site, state: StateSpec) -> tuple[ShortConvSpec, tuple[WeightEntry, ...]] | str:
+        found = find_short_conv(site.module, state)
+        return found if isinstance(found, str) else (found[0], _entries(found[1]))
+
+
+def _entries(places: Mapping[str, str]) -> tuple[WeightEntry, ...]:
+    return tuple(WeightEntry(name, f"{LAYER}.{place}") for place, name in places.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
 from tfbackend.layers.context import BuildContext
 from tfbackend.serving import MAMBA2, NATIVES, SHORT_CONV
+from tfbackend.shortconvspec import ShortConvSpec
 from tfbackend.ssdspec import NO_LIMIT, SSDSpec
 
 
@@ -55,6 +59,31 @@ class _Stateful(MambaBase):
         if current_platform.is_cpu():
             return MambaBase.get_kv_cache_spec(self, vllm_config)
         return super().get_kv_cache_spec(vllm_config)
+
+
+class ShortConvLayer(_Stateful, ShortConv):
+    """A gated short convolution."""
+
+    def __init__(self, spec: ShortConvSpec, prefix: str, context: BuildContext) -> None:
+        config = get_current_vllm_config()
+        super().__init__(
+            config=SimpleNamespace(conv_L_cache=spec.kernel, conv_bias=spec.bias),
+            dim=spec.dim,
+            layer_idx=extract_layer_index(prefix),
+            model_config=config.model_config,
+            cache_config=config.cache_config,
+            quant_config=context.quant_config,
+            prefix=site_of(prefix),
+        )
+        self.spec = spec
+        loaded_whole(self.in_proj)
+
+    def forward(self, hidden_states: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+        """[1, tokens, dim] -> the same."""
+        flat = hidden_states.squeeze(0)
+        output = torch.empty_like(flat)
+        super().forward(flat, output)
+        return output.unsqueeze(0)
 
 
 class SSDLayer(_Stateful, MambaMixer2):
