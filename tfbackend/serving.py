@@ -34,8 +34,8 @@ class MLASizes:
 
 MLA_OFF = "the engine was not asked for it"
 NATIVE_OFF = "the engine was not asked for one"
-MAMBA2, SHORT_CONV, GATED_DELTA, MAMBA1 = "mamba2", "short_conv", "gated_delta", "mamba1"
-NATIVES = frozenset({MAMBA2, SHORT_CONV, GATED_DELTA, MAMBA1})
+MAMBA2, SHORT_CONV = "mamba2", "short_conv"
+NATIVES = frozenset({MAMBA2, SHORT_CONV})
 """Kinds of mixers with state that an engine may have layers of its own for."""
 
 

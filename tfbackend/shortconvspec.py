@@ -1,6 +1,6 @@
 """A gated short convolution as frozen data, with its reference; see layerspecs.
 
-    b, c, x = in_proj(hidden)        out_proj(c * causal convolution of (b * x))
+b, c, x = in_proj(hidden)        out_proj(c * causal convolution of (b * x))
 """
 
 from __future__ import annotations

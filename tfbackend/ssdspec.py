@@ -1,8 +1,8 @@
 """A state space with one decay a head (Mamba-2) as frozen data, with its reference; see layerspecs.
 
-    z, x B C, dt = in_proj(in_scale * hidden) * scales        x B C = silu(causal convolution of x B C)
-    dt = softplus(dt + dt_bias) within dt_limit               S = exp(dt A) S + dt x B      per head, S [head_dim, state]
-    out_proj(norm(silu(z) * (S C + D x)))                     A = -exp(what the checkpoint has)
+z, x B C, dt = in_proj(in_scale * hidden) * scales        x B C = silu(causal convolution of x B C)
+dt = softplus(dt + dt_bias) within dt_limit               S = exp(dt A) S + dt x B      per head, S [head_dim, state]
+out_proj(norm(silu(z) * (S C + D x)))                     A = -exp(what the checkpoint has)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SSDSpec:
 
     Attributes:
         hidden_size: width of a token before and after.
-        heads, head_dim, groups, state_size: heads in groups that share B and C; a head's state is [head_dim, state_size].
+        heads, head_dim, groups, state_size: a head's state is [head_dim, state_size]; heads of a group share B and C.
         kernel: tokens that the convolution sees.
         in_bias, conv_bias, out_bias: whether each has a bias.
         norm_groups: parts of the inner width that are normed each by itself, 0 for no norm.
@@ -162,7 +162,7 @@ class SSDReference(nn.Module):
         if not parts:
             return gated
         weight: Any = self.norm.weight  # type: ignore[union-attr]
-        grouped = gated.unflatten(-1, (parts, self.spec.inner // parts))
+        grouped = gated.view(*gated.shape[:-1], parts, self.spec.inner // parts)
         normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + self.spec.eps)
         return normed.flatten(-2) * weight  # type: ignore[no-any-return]
 
@@ -180,9 +180,7 @@ class SSDReference(nn.Module):
         return limited if self.spec.limited_steps else torch.cat((limited[:, :prompt], steps[:, prompt:]), dim=1)
 
 
-def _recur(
-    x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor
-) -> torch.Tensor:
+def _recur(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
     """x [requests, tokens, heads, head_dim], b and c [..., heads, state], dt [..., heads], decay [heads] -> like x."""
     state = x.new_zeros((x.shape[0], *x.shape[2:], b.shape[-1]))
     made = []

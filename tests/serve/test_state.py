@@ -115,7 +115,9 @@ def test_requests_aborted_half_way(harness: Harness, name: str) -> None:
     kept = [prompt for index, prompt in enumerate(prompts) if index not in doomed]
     expected = _expected(harness, name, kept)
     folder = harness.checkpoint(name)
-    outcome = harness.call(stepping.run, folder, prompts, MAX_TOKENS, {"max_num_seqs": 3}, doomed, env=AS_WRITTEN, timeout=240)
+    outcome = harness.call(
+        stepping.run, folder, prompts, MAX_TOKENS, {"max_num_seqs": 3}, doomed, env=AS_WRITTEN, timeout=240
+    )
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.aborted == len(doomed)
     verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from torch import nn
+
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
 from tfbackend.fusers.state import LAYER, body_edit
 from tfbackend.graph.kinds import tampered
-from tfbackend.graph.shortconv import find_short_conv
-from tfbackend.graph.ssd import find_ssd
+from tfbackend.graph.shortconv import find_short_conv, read_short_conv
+from tfbackend.graph.ssd import SSDParts, find_ssd, read_ssd
 from tfbackend.graph.stateful import find_state
 from tfbackend.serving import MAMBA2, NATIVE_OFF, SHORT_CONV, ServingSpec
 from tfbackend.shortconvspec import ShortConvSpec
@@ -30,41 +32,51 @@ def native_problem(serving: ServingSpec, kind: str) -> str:
     if isinstance(serving.natives, str):
         return serving.natives
     if kind not in serving.natives:
-        return f"the engine has no kernels for {kind} on {serving.device} in {str(serving.dtype).removeprefix('torch.')}"
+        return (
+            f"the engine has no kernels for {kind} on {serving.device} in {str(serving.dtype).removeprefix('torch.')}"
+        )
     if serving.quantization is not None:
         return "the shards of its quantized projections are not those of the checkpoint"
     return serving.stateless
 
 
 class NativeFuser:
-    """What the fusers of this kind have in common. `find` says what a mixer is."""
+    """What the fusers of this kind have in common."""
 
     name: ClassVar[str]
     kind: ClassVar[str]
 
-    def find(self, site: Site, state: StateSpec) -> tuple[Any, tuple[WeightEntry, ...]] | str:
-        """(spec, the weights of its layer), or why it is none; "" where it does not look like one."""
+    def find(self, module: nn.Module, state: StateSpec) -> Any:
+        """(spec, weights) by shapes, or why it is none of this kind; "" where it does not look like one."""
+        raise NotImplementedError
+
+    def read(self, module: nn.Module, state: StateSpec, found: Any) -> Any:
+        """(spec, weights) by numbers, or why it is none of this kind."""
+        raise NotImplementedError
+
+    def places(self, weights: Any) -> Mapping[str, str]:
+        """What the layer calls each weight -> the name in the mixer."""
         raise NotImplementedError
 
     def match(self, site: Site) -> Match | Miss:
         state = find_state(site.module, site.observation.calls.get(site.qualname, []))
         if isinstance(state, str):
             return self._miss(site, "it keeps no state that could be kept", near=False)
-        problem = native_problem(site.serving, self.kind)
-        if problem == NATIVE_OFF:
-            return self._miss(site, problem, near=False)
-        found = self.find(site, state)
+        found = self.find(site.module, state)
         if isinstance(found, str):
             return self._miss(site, found or f"it has not the shapes of {self.kind}", near=bool(found))
-        spec, weights = found
-        problem = problem or tampered(site.module) or spec.problem(site.serving)
+        problem = native_problem(site.serving, self.kind) or found[0].problem(site.serving) or tampered(site.module)
         if problem:
-            return self._miss(site, problem)
+            return self._miss(site, problem, near=problem != NATIVE_OFF)
         if isinstance(site.source, str):
             return self._miss(site, site.source)
         if hasattr(site.module, LAYER):
             return self._miss(site, f"already has an attribute called {LAYER}")
-        roles = {"spec": spec, "weights": weights, "hidden": state.hidden}
+        found = self.read(site.module, state, found)
+        if isinstance(found, str):
+            return self._miss(site, found)
+        weights = tuple(WeightEntry(name, f"{LAYER}.{place}") for place, name in self.places(found[1]).items())
+        roles = {"spec": found[0], "weights": weights, "hidden": state.hidden}
         return Match(roles, (body_edit(site.source, state.hidden, self.name),), site.inside | {LAYER})
 
     def _miss(self, site: Site, reason: str, *, near: bool = True) -> Miss:
@@ -81,7 +93,10 @@ class NativeFuser:
             edits=match.edits,
             weights=weights,
             claims=match.claims,
-            captured=(("tokens", match.roles["hidden"]), *((e.target.removeprefix(f"{LAYER}."), e.source) for e in weights)),
+            captured=(
+                ("tokens", match.roles["hidden"]),
+                *((e.target.removeprefix(f"{LAYER}."), e.source) for e in weights),
+            ),
         )
 
 
@@ -91,12 +106,16 @@ class SSDFuser(NativeFuser):
     name: ClassVar[str] = MAMBA2
     kind: ClassVar[str] = MAMBA2
 
-    def find(self, site: Site, state: StateSpec) -> tuple[SSDSpec, tuple[WeightEntry, ...]] | str:
-        found = find_ssd(site.module, state)
-        if isinstance(found, str):
-            return found
-        spec, parts = found
-        return spec, _entries(parts.places)
+    def find(self, module: nn.Module, state: StateSpec) -> tuple[SSDSpec, SSDParts] | str:
+        return find_ssd(module, state)
+
+    def read(
+        self, module: nn.Module, state: StateSpec, found: tuple[SSDSpec, SSDParts]
+    ) -> tuple[SSDSpec, SSDParts] | str:
+        return read_ssd(module, state, found)
+
+    def places(self, weights: SSDParts) -> Mapping[str, str]:
+        return weights.places
 
 
 class ShortConvFuser(NativeFuser):
@@ -105,10 +124,13 @@ class ShortConvFuser(NativeFuser):
     name: ClassVar[str] = SHORT_CONV
     kind: ClassVar[str] = SHORT_CONV
 
-    def find(self, site: Site, state: StateSpec) -> tuple[ShortConvSpec, tuple[WeightEntry, ...]] | str:
-        found = find_short_conv(site.module, state)
-        return found if isinstance(found, str) else (found[0], _entries(found[1]))
+    def find(self, module: nn.Module, state: StateSpec) -> tuple[ShortConvSpec, dict[str, str]] | str:
+        return find_short_conv(module, state)
 
+    def read(
+        self, module: nn.Module, state: StateSpec, found: tuple[ShortConvSpec, dict[str, str]]
+    ) -> tuple[ShortConvSpec, dict[str, str]] | str:
+        return read_short_conv(module, state, found)
 
-def _entries(places: Mapping[str, str]) -> tuple[WeightEntry, ...]:
-    return tuple(WeightEntry(name, f"{LAYER}.{place}") for place, name in places.items())
+    def places(self, weights: Mapping[str, str]) -> Mapping[str, str]:
+        return weights

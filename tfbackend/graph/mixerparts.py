@@ -41,7 +41,9 @@ def stray_weights(module: nn.Module, known: set[str]) -> list[str]:
 
 
 class Seen:
-    """What the children of a mixer were given and gave in one run; `inputs` by name, then by place."""
+    """What the children of a mixer were given in one run, by name, and what the mixer gave."""
+
+    output: torch.Tensor
 
     def __init__(self) -> None:
         self.inputs: dict[str, tuple[Any, ...]] = {}
@@ -78,7 +80,7 @@ def apart_from(
 ) -> float:
     """By how much of the largest value a mixer differs from a reference, over whole requests of random tokens, quiet
     and loud."""
-    hidden = torch.randn((2, 11, width), generator=generator)
+    hidden = torch.randn((1, 11, width), generator=generator)
     pairs = [(run_whole(mixer, spec, x), reference(x)) for x in (hidden, 4.0 * hidden)]
     found = [apart(theirs, mine) for theirs, mine in pairs]
     return next((value for value in found if value != value), max(found))

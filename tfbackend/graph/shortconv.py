@@ -13,12 +13,10 @@ from tfbackend.shortconvspec import ShortConvSpec
 from tfbackend.statespec import CONV, StateSpec
 
 
-def find_short_conv(module: nn.Module, state: StateSpec) -> tuple[ShortConvSpec, dict[str, str]] | str:
-    """What a mixer that keeps `state` is as a short convolution, with the name of each weight of the layer, or why it
-    is none; "" where it does not look like one."""
-    found = _shaped(module, state)
-    if isinstance(found, str):
-        return found
+def read_short_conv(
+    module: nn.Module, state: StateSpec, found: tuple[ShortConvSpec, dict[str, str]]
+) -> tuple[ShortConvSpec, dict[str, str]] | str:
+    """`found` if the numbers of the mixer are those of that short convolution, or else a reason."""
     spec, places = found
     generator = torch.Generator().manual_seed(31)
     with torch.no_grad(), plain_float32(), answering(unattended), whole_numbers():
@@ -32,7 +30,9 @@ def find_short_conv(module: nn.Module, state: StateSpec) -> tuple[ShortConvSpec,
     return found
 
 
-def _shaped(module: nn.Module, state: StateSpec) -> tuple[ShortConvSpec, dict[str, str]] | str:
+def find_short_conv(module: nn.Module, state: StateSpec) -> tuple[ShortConvSpec, dict[str, str]] | str:
+    """What a mixer that keeps `state` is as a short convolution by its shapes, with the name of each weight of the
+    layer, or why it is none; "" where it does not look like one."""
     if [(s.kind, len(s.shape)) for s in state.states] != [(CONV, 2)]:
         return ""
     dim, kernel = state.states[0].shape

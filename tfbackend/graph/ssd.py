@@ -10,22 +10,22 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from tfbackend.graph.interface import RUN_ERRORS, answering, unattended
-from tfbackend.graph.mixerparts import apart_from, depthwise, linears_of, run_whole, stray_weights, watching
+from tfbackend.graph.mixerparts import Seen, depthwise, linears_of, run_whole, stray_weights, watching
 from tfbackend.graph.statecache import advance, tensors_of
 from tfbackend.graph.statetrial import TOLERANCE, whole_numbers
 from tfbackend.graph.trial import apart, materialise, plain_float32
 from tfbackend.ssdspec import NO_LIMIT, SSDReference, SSDSpec
 from tfbackend.statespec import CONV, RECURRENT, StateSpec
 
-_REQUESTS, _TOKENS, _PROMPT = 2, 11, 6
-_QUIET = 1e-3
+_TOKENS, _PROMPT = 11, 6
+_QUIET, _LOUD = 1e-3, 4.0
 _STEEP = 12.0
 """A bias of the time step that takes it to where a limit shows, as it is or negated."""
 
@@ -51,10 +51,13 @@ class SSDParts:
 
 
 def find_ssd(module: nn.Module, state: StateSpec) -> tuple[SSDSpec, SSDParts] | str:
-    """What a mixer that keeps `state` is as a Mamba-2, or why it is none; "" where it does not look like one."""
-    found = _shaped(module, state)
-    if found is None or isinstance(found, str):
-        return found or ""
+    """What a mixer that keeps `state` is as a Mamba-2 by its shapes alone, or why it is none; "" where it does not look
+    like one. Which vector is which is then a guess, and there is no norm."""
+    return _shaped(module, state) or ""
+
+
+def read_ssd(module: nn.Module, state: StateSpec, found: tuple[SSDSpec, SSDParts]) -> tuple[SSDSpec, SSDParts] | str:
+    """The same by its numbers."""
     generator = torch.Generator().manual_seed(29)
     with torch.no_grad(), plain_float32(), answering(unattended), whole_numbers():
         try:
@@ -73,25 +76,30 @@ def _shaped(module: nn.Module, state: StateSpec) -> tuple[SSDSpec, SSDParts] | s
     groups, rest = divmod(channels - inner, 2 * size)
     if rest or groups < 1 or heads % groups:
         return None
-    ins, outs = linears_of(module, None, inner + channels + heads), linears_of(module, inner, None)
+    ins = linears_of(module, None, inner + channels + heads)
+    outs = [name for name in linears_of(module, inner, None) if name not in ins]
     convs = depthwise(module, channels, kernel)
     vectors = [n for n, p in module._parameters.items() if p is not None and tuple(p.shape) == (heads,)]
     if len(ins) != 1 or len(outs) != 1 or len(convs) != 1 or len(vectors) != 3:
         return None
     norms = [n for n, c in module.named_children() if [tuple(p.shape) for p in c.parameters()] == [(inner,)]]
-    parts = SSDParts(ins[0], convs[0], outs[0], norms[0] if norms else "", *vectors)
+    parts = SSDParts(ins[0], convs[0], outs[0], norms[0] if norms else "", vectors[1], vectors[2], vectors[0])
     if strays := stray_weights(module, {*parts.places.values()}):
         return f"it has {', '.join(strays)}, which a Mamba-2 has not"
     if len(state.outputs) != 1:
         return f"it returns {len(state.outputs)} values"
     into, conv, out = (module.get_submodule(name) for name in (ins[0], convs[0], outs[0]))
+    hidden_size = int(into.in_features)  # type: ignore[arg-type]
+    biases = [getattr(child, "bias", None) is not None for child in (into, conv, out)]
     spec = SSDSpec(
-        *(into.in_features, heads, head_dim, groups, size, kernel),
-        *(child.bias is not None for child in (into, conv, out)),
+        *(hidden_size, heads, head_dim, groups, size, kernel),
+        in_bias=biases[0],
+        conv_bias=biases[1],
+        out_bias=biases[2],
         norm_groups=0,
         recurrent=state.states[1].dtype,
     )
-    return (spec, parts) if out.out_features == into.in_features else None
+    return (spec, parts) if out.out_features == hidden_size else None
 
 
 class _Reader:
@@ -101,24 +109,32 @@ class _Reader:
         self, mixer: nn.Module, state: StateSpec, spec: SSDSpec, parts: SSDParts, generator: torch.Generator
     ) -> None:
         self.mixer, self.state, self.spec, self.parts = mixer, state, spec, parts
-        self.generator = generator
-        self.hidden = torch.randn((_REQUESTS, _TOKENS, spec.hidden_size), generator=generator)
+        self.hidden = torch.randn((1, _TOKENS, spec.hidden_size), generator=generator)
 
     def read(self) -> tuple[SSDSpec, SSDParts] | str:
-        for step in (self._scales, self._vectors, self._norm, self._limit, self._steps):
-            if problem := step():
+        seen = self._run(self.hidden)
+        for step in (self._scales, self._vectors, self._norm):
+            if problem := step(seen):
                 return problem
-        worst = apart_from(self._reference(), self.mixer, self.state, self.spec.hidden_size, self.generator)
-        if not worst <= TOLERANCE:
-            return f"what it gives differs by {worst:.2g} of the largest value from a Mamba-2"
+        if problem := self._limit() or self._steps():
+            return problem
+        loud = _LOUD * self.hidden
+        for theirs, hidden in ((seen.output, self.hidden), (self._run(loud).output, loud)):
+            worst = apart(theirs, self._reference()(hidden))
+            if not worst <= TOLERANCE:
+                return f"what it gives differs by {worst:.2g} of the largest value from a Mamba-2"
         return self.spec, self.parts
 
     def _reference(self) -> SSDReference:
         return self.spec.reference().bind(self.mixer, self.parts.places)
 
-    def _scales(self) -> str:
-        with watching(self.mixer, (self.parts.in_proj,)) as seen:
-            run_whole(self.mixer, self.state, self.hidden)
+    def _run(self, hidden: torch.Tensor) -> Seen:
+        children = (self.parts.in_proj, self.parts.norm, self.parts.out_proj)
+        with watching(self.mixer, tuple(name for name in children if name)) as seen:
+            seen.output = run_whole(self.mixer, self.state, hidden)
+        return seen
+
+    def _scales(self, seen: Seen) -> str:
         given = seen.inputs[self.parts.in_proj][0]
         scale = ((given * self.hidden).sum() / self.hidden.pow(2).sum()).item()
         if not apart(given, self.hidden * scale) <= TOLERANCE:
@@ -133,43 +149,39 @@ class _Reader:
             self.spec = replace(self.spec, scales=tuple(float(part[0]) for part in split))
         return ""
 
-    def _scanned(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """(what the norm, or else the last linear is given first, the call of the norm or None)."""
-        name = self.parts.norm or self.parts.out_proj
-        with watching(self.mixer, (name,)) as seen:
-            run_whole(self.mixer, self.state, hidden)
-        call = (seen.inputs[name], seen.keywords[name])
-        return call[0][0], call if self.parts.norm else None
+    def _scanned(self, seen: Seen) -> torch.Tensor:
+        """What the norm, or else the last linear is given first."""
+        given: torch.Tensor = seen.inputs[self.parts.norm or self.parts.out_proj][0]
+        return given
 
-    def _mine(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _mine(self) -> torch.Tensor:
         """The same of the reference."""
         reference = self._reference()
-        z, scanned = reference.scan(hidden)
+        z, scanned = reference.scan(self.hidden)
         return scanned if self.parts.norm else reference.gate(scanned, z)
 
-    def _vectors(self) -> str:
+    def _vectors(self, seen: Seen) -> str:
         given = self.parts
-        theirs = self._scanned(self.hidden)[0]
         for limit in self._limits():
             for names in itertools.permutations((given.a_log, given.skip, given.dt_bias)):
                 self.parts = SSDParts(given.in_proj, given.conv, given.out_proj, given.norm, *names)
                 self.spec = replace(self.spec, dt_limit=limit)
-                if apart(theirs, self._mine(self.hidden)) <= TOLERANCE:
+                if apart(self._scanned(seen), self._mine()) <= TOLERANCE:
                     return ""
         return "its scan is not that of a Mamba-2"
 
-    def _norm(self) -> str:
-        if not self.parts.norm:
+    def _norm(self, seen: Seen) -> str:
+        name = self.parts.norm
+        if not name:
             return ""
-        norm, call = self.mixer.get_submodule(self.parts.norm), self._scanned(self.hidden)[1]
-        if call is None or len(call[0]) != 2 or call[1]:
+        if len(seen.inputs[name]) != 2 or seen.keywords[name]:
             return "its norm is given more than what it norms and the gate"
-        scanned, z = call[0]
-        sizes = (1.0, _QUIET)
+        norm, (scanned, z) = self.mixer.get_submodule(name), seen.inputs[name]
         for parts, eps in itertools.product(dict.fromkeys((1, self.spec.groups)), _small_numbers(norm)):
             self.spec = replace(self.spec, norm_groups=parts, eps=eps)
             reference = self._reference()
-            pairs = ((norm(scanned * size, z), reference.gate(scanned * size, z)) for size in sizes)
+            # Next to numbers of 1 an eps is below rounding.
+            pairs = ((norm(scanned * size, z), reference.gate(scanned * size, z)) for size in (1.0, _QUIET))
             if all(apart(theirs, mine) <= TOLERANCE for theirs, mine in pairs):
                 return ""
         return "its norm is not one of gated values, over all of them or over each group"
@@ -192,7 +204,7 @@ class _Reader:
 
     def _fits_steep(self, bias: float) -> bool:
         with _filled(self.mixer, {self.parts.dt_bias: bias, self.parts.skip: 0.0}):
-            return apart(self._scanned(self.hidden)[0], self._mine(self.hidden)) <= TOLERANCE
+            return apart(self._scanned(self._run(self.hidden)), self._mine()) <= TOLERANCE
 
     def _steps(self) -> str:
         """Whether the limits hold for tokens that are decoded one by one."""
@@ -209,7 +221,7 @@ class _Reader:
             return apart(self._decoded(), self._reference()(self.hidden, _PROMPT)) <= TOLERANCE
 
     def _decoded(self) -> torch.Tensor:
-        states = [torch.zeros((_REQUESTS, *state.shape)) for state in self.state.states]
+        states = [torch.zeros((1, *state.shape)) for state in self.state.states]
         given, at = [], 0
         for size in (_PROMPT, *[1] * (_TOKENS - _PROMPT)):
             part = self.hidden[:, at : at + size].clone()
@@ -219,25 +231,22 @@ class _Reader:
         return torch.cat(given, dim=1)
 
 
-class _filled:
+@contextmanager
+def _filled(mixer: nn.Module, numbers: dict[str, float]) -> Iterator[None]:
     """While entered, parameters hold one number each."""
-
-    def __init__(self, mixer: nn.Module, numbers: dict[str, float]) -> None:
-        self.tensors = [(mixer.get_parameter(name).data, number) for name, number in numbers.items()]
-
-    def __enter__(self) -> None:
-        self.kept = [tensor.clone() for tensor, _ in self.tensors]
-        for tensor, number in self.tensors:
-            tensor.fill_(number)
-
-    def __exit__(self, *_: object) -> None:
-        for (tensor, _), kept in zip(self.tensors, self.kept, strict=True):
-            tensor.copy_(kept)
+    kept = {name: mixer.get_parameter(name).data.clone() for name in numbers}
+    for name, number in numbers.items():
+        mixer.get_parameter(name).data.fill_(number)
+    try:
+        yield
+    finally:
+        for name, tensor in kept.items():
+            mixer.get_parameter(name).data.copy_(tensor)
 
 
 def _exact(scale: float, mixer: nn.Module) -> float:
     """A factor that was told from numbers, as the mixer has it for an attribute where it does; 1 needs none."""
-    values = (1.0, *(value for value in vars(mixer).values() if isinstance(value, float)))
+    values = [1.0, *(value for value in vars(mixer).values() if isinstance(value, float))]
     return next((value for value in values if math.isclose(scale, value, rel_tol=1e-5)), scale)
 
 

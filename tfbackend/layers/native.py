@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
 from tfbackend.layers.context import BuildContext
-from tfbackend.serving import MAMBA2, NATIVES, SHORT_CONV
+from tfbackend.serving import NATIVES
 from tfbackend.shortconvspec import ShortConvSpec
 from tfbackend.ssdspec import NO_LIMIT, SSDSpec
 
@@ -30,8 +30,11 @@ def native_kinds(config: VllmConfig) -> frozenset[str] | str:
         return "an adapter names the linears of the mixer"
     if config.cache_config.use_replayssm:
         return "--use-replayssm has not been tried with them"
-    # The others have no kernels for prompts on a CPU, or none in float32.
-    return frozenset({MAMBA2, SHORT_CONV}) if config.device_config.device_type == "cpu" else NATIVES
+    return (
+        NATIVES
+        if config.device_config.device_type in ("cpu", "cuda")
+        else f"not tried on {current_platform.device_name}"
+    )
 
 
 def site_of(prefix: str) -> str:
@@ -52,7 +55,8 @@ class _Stateful(MambaBase):
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
         """[pages, ...] of each state."""
-        return self.kv_cache
+        pages: tuple[torch.Tensor, ...] = self.kv_cache
+        return pages
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         """On a CPU vLLM's scan of a prompt gives the last state alone, none from the middle to be cached."""
@@ -87,7 +91,7 @@ class ShortConvLayer(_Stateful, ShortConv):
 
 
 class SSDLayer(_Stateful, MambaMixer2):
-    """Mamba-2, and what Transformers' mixers do beside it: factors, a norm over other parts, limits of the time step."""
+    """Mamba-2, and what mixers of Transformers do beside: factors, a norm over other parts, a limited time step."""
 
     def __init__(self, spec: SSDSpec, prefix: str, context: BuildContext) -> None:
         config = get_current_vllm_config()
@@ -176,7 +180,7 @@ def _decoded_tokens(prefix: str) -> int:
     if metadata is None:
         return 0
     assert isinstance(metadata, Mamba2AttentionMetadata), type(metadata)
-    return metadata.num_decode_tokens
+    return int(metadata.num_decode_tokens)
 
 
 def _inverse_softplus(x: float) -> float:

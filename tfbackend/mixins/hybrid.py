@@ -27,7 +27,7 @@ class StateMixin(Base):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         """That of the layer with the most; it is known once layers are built."""
-        return _largest(vllm_config).shapes
+        return _largest(vllm_config).shapes  # type: ignore[no-any-return]
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
