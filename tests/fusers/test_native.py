@@ -133,6 +133,12 @@ def test_what_is_almost_one_runs_as_it_is_written(made, why):
     assert decision.rewrite("state").fuser == "state"
 
 
+def test_factors_in_buffers_are_of_each_layer():
+    decision = decide(lambda: Scan(buffer=VECTOR), lambda: Scan(buffer=VECTOR / 2), serving=NATIVE)
+    specs = [dict(decision.rewrite(MAMBA2, site).children)["state"] for site in ("site", "others.0")]
+    assert [spec.scales for spec in specs] == [(2.0, 0.5, 3.0, 1.5, 0.25), (1.0, 0.25, 1.5, 0.75, 0.125)]
+
+
 class Gated(nn.Module):
     """A gated short convolution."""
 

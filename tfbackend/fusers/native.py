@@ -19,7 +19,7 @@ from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
 from tfbackend.fusers.state import LAYER, body_edit
 from tfbackend.graph.kinds import tampered
 from tfbackend.graph.shortconv import find_short_conv, read_short_conv
-from tfbackend.graph.ssd import SSDParts, find_ssd, read_ssd
+from tfbackend.graph.ssd import SSDParts, find_ssd, read_ssd, scaled
 from tfbackend.graph.stateful import find_state
 from tfbackend.serving import MAMBA2, NATIVE_OFF, SHORT_CONV, ServingSpec
 from tfbackend.shortconvspec import ShortConvSpec
@@ -58,6 +58,10 @@ class NativeFuser:
         """What the layer calls each weight -> the name in the mixer."""
         raise NotImplementedError
 
+    def own(self, spec: Any, module: nn.Module) -> Any:
+        """The spec with what is of the one module and not of its kind, or why it is none."""
+        return spec
+
     def match(self, site: Site) -> Match | Miss:
         state = find_state(site.module, site.observation.calls.get(site.qualname, []))
         if isinstance(state, str):
@@ -83,7 +87,9 @@ class NativeFuser:
         return Miss(self.name, site.qualname, f"not the engine's own layer: {reason}", site.place(), near)
 
     def rewrite(self, site: Site, match: Match) -> Rewrite | Miss:
-        spec, weights = match.roles["spec"], match.roles["weights"]
+        spec, weights = self.own(match.roles["spec"], site.module), match.roles["weights"]
+        if isinstance(spec, str):
+            return self._miss(site, spec)
         return Rewrite(
             qualname=site.qualname,
             fuser=self.name,
@@ -113,6 +119,9 @@ class SSDFuser(NativeFuser):
         self, module: nn.Module, state: StateSpec, found: tuple[SSDSpec, SSDParts]
     ) -> tuple[SSDSpec, SSDParts] | str:
         return read_ssd(module, state, found)
+
+    def own(self, spec: SSDSpec, module: nn.Module) -> SSDSpec | str:
+        return scaled(spec, module)
 
     def places(self, weights: SSDParts) -> Mapping[str, str]:
         return weights.places

@@ -56,6 +56,19 @@ def find_ssd(module: nn.Module, state: StateSpec) -> tuple[SSDSpec, SSDParts] | 
     return _shaped(module, state) or ""
 
 
+def scaled(spec: SSDSpec, module: nn.Module) -> SSDSpec | str:
+    """`spec` with the factors that a mixer has in a buffer for what comes out of its first projection, or why it cannot
+    be. They are numbers of the one module, where all else is of its kind."""
+    total = sum(spec.widths)
+    vectors = [b for _, b in module.named_buffers() if b.is_floating_point() and b.numel() == total]
+    if not vectors:
+        return spec
+    split = torch.split(vectors[0].flatten(), [*spec.widths])
+    if vectors[0].is_meta or any(part.min() != part.max() for part in split):
+        return "it scales the channels of one part of its first projection differently"
+    return replace(spec, scales=tuple(float(part[0]) for part in split))
+
+
 def read_ssd(module: nn.Module, state: StateSpec, found: tuple[SSDSpec, SSDParts]) -> tuple[SSDSpec, SSDParts] | str:
     """The same by its numbers."""
     generator = torch.Generator().manual_seed(29)
@@ -140,13 +153,10 @@ class _Reader:
         if not apart(given, self.hidden * scale) <= TOLERANCE:
             return "more than a factor is between its tokens and its first linear"
         self.spec = replace(self.spec, in_scale=_exact(scale, self.mixer))
-        total = sum(self.spec.widths)
-        vectors = [b for _, b in self.mixer.named_buffers() if b.is_floating_point() and b.numel() == total]
-        if vectors:
-            split = torch.split(vectors[0].flatten(), [*self.spec.widths])
-            if any(part.min() != part.max() for part in split):
-                return "it scales the channels of one part of its first projection differently"
-            self.spec = replace(self.spec, scales=tuple(float(part[0]) for part in split))
+        spec = scaled(self.spec, self.mixer)
+        if isinstance(spec, str):
+            return spec
+        self.spec = spec
         return ""
 
     def _scanned(self, seen: Seen) -> torch.Tensor:

@@ -135,7 +135,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon+grouped": {"new_decoder_architecture": True},
     "falcon+heads": {"multi_query": False, "num_kv_heads": 4, "tie_word_embeddings": False},
     "falcon_h1+normed": {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True},
-    "falcon_h1+normed-first": {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
     "gemma4_text+keys-as-values": {"attention_k_eq_v": True},
     "gemma4_text+wide": {"use_double_wide_mlp": True},
     "gpt2+inverse": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
