@@ -15,6 +15,16 @@ from torch import nn
 
 from tfbackend.serving import ServingSpec
 
+MOST_TOKENS = 4
+"""Tokens that vLLM's kernels for GPUs convolve at most; more they leave out without a word."""
+
+
+def convolution_problem(serving: ServingSpec, kernel: int) -> str:
+    """Why vLLM has no kernel for causal convolutions over so many tokens; "" where it has one."""
+    if kernel < 2 or (serving.device != "cpu" and kernel > MOST_TOKENS):
+        return f"vLLM convolves 2 to {MOST_TOKENS} tokens, and it has {kernel}"
+    return ""
+
 
 def packs_convolutions(serving: ServingSpec, kernel: int) -> bool:
     """Whether vLLM may lay out the weights of causal convolutions over so many tokens in a way of its own."""
@@ -45,7 +55,7 @@ class ShortConvSpec:
             return f"its {self.dim} channels do not go into {serving.tp_size} ranks"
         if packs_convolutions(serving, self.kernel):
             return f"vLLM packs convolutions over {self.kernel} on a CPU, and its layer does not read them so"
-        return ""
+        return convolution_problem(serving, self.kernel)
 
     def reference(self) -> ShortConvReference:
         return ShortConvReference(self)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tfbackend.serving import ServingSpec
-from tfbackend.shortconvspec import packs_convolutions
+from tfbackend.shortconvspec import convolution_problem, packs_convolutions
 
 NO_LIMIT = (0.0, math.inf)
 
@@ -92,7 +92,7 @@ class SSDSpec:
         channels = self.inner // tp_size + 2 * groups * self.state_size
         if packs_convolutions(serving, self.kernel) and channels % 32:
             return f"vLLM packs convolutions in 32 channels on a CPU, and each rank has {channels}"
-        return ""
+        return convolution_problem(serving, self.kernel)
 
     def reference(self) -> SSDReference:
         return SSDReference(self)

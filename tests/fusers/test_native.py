@@ -208,6 +208,14 @@ def test_what_vllm_packs_on_a_cpu():
     assert dataclasses.replace(odd, groups=1, conv_bias=False).problem(ServingSpec(tp_size=2)) != ""
 
 
+def test_convolutions_over_more_tokens_than_kernels_take():
+    wide, gpu = dataclasses.replace(SPEC, kernel=5), dataclasses.replace(NATIVE, device="cuda")
+    assert wide.problem(NATIVE) == ""
+    assert wide.problem(gpu) == "vLLM convolves 2 to 4 tokens, and it has 5"
+    assert ShortConvSpec(WIDTH, 5, False).problem(gpu) == wide.problem(gpu)
+    assert SPEC.problem(gpu) == ""
+
+
 def tiny(model_type, **fields):
     common = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "bos_token_id": 1, "eos_token_id": 2}
     return build(CONFIG_MAPPING[model_type](pad_token_id=0, **common, **fields), torch.float32)

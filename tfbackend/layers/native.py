@@ -153,11 +153,9 @@ class SSDLayer(_Stateful, MambaMixer2):
         begin = 0 if self.spec.limited_steps else _decoded_tokens(self.prefix)
         if begin == len(projected):
             return projected
-        low, high = (_inverse_softplus(bound) for bound in self.spec.dt_limit)
-        bias = self.dt_bias.float()
         projected = projected.clone()
         steps = projected[begin:, -self.tped_dt_size :]
-        steps.copy_(torch.clamp(steps.float() + bias, low, high) - bias)
+        steps.copy_(limited(steps.float(), self.dt_bias.float(), self.spec.dt_limit))
         return projected
 
     def _warmup_ssd_kernels(self, projected_states: torch.Tensor) -> None:
@@ -181,6 +179,12 @@ def _decoded_tokens(prefix: str) -> int:
         return 0
     assert isinstance(metadata, Mamba2AttentionMetadata), type(metadata)
     return int(metadata.num_decode_tokens)
+
+
+def limited(steps: torch.Tensor, bias: torch.Tensor, limit: tuple[float, float]) -> torch.Tensor:
+    """[tokens, heads] -> the same, so that the softplus of its sum with the bias [heads] is within the limit."""
+    low, high = map(_inverse_softplus, limit)
+    return torch.clamp(steps, low - bias, high - bias)
 
 
 def _inverse_softplus(x: float) -> float:
