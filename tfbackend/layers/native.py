@@ -114,6 +114,9 @@ class SSDLayer(_Stateful, MambaMixer2):
         )
         self.spec = spec
         loaded_whole(self.in_proj, self.conv1d)
+        if spec.in_bias and spec.groups % self.tp_size:
+            # vLLM shares out one group's weight as its heads need it, and forgets the bias.
+            self.in_proj.bias.weight_loader = self.in_proj.weight.weight_loader
         if spec.norm_groups not in (0, spec.groups):
             self.norm = Mixer2RMSNormGated(spec.inner, spec.norm_groups, eps=spec.eps)
         if spec.out_bias != spec.in_bias:
