@@ -8,8 +8,9 @@ from tfbackend.statespec import StateSpec
 
 NativeSpec = SSDSpec | ShortConvSpec
 NATIVE_SPECS = (SSDSpec, ShortConvSpec)
+StatefulSpec = StateSpec | NativeSpec
 
 
-def state_bytes(spec: StateSpec | NativeSpec, tp_size: int, itemsize: int) -> int:
+def state_bytes(spec: StatefulSpec, tp_size: int, itemsize: int) -> int:
     """Bytes of a request's state on a rank. A mixer that runs as Transformers wrote it has all of its state on each."""
     return spec.nbytes if isinstance(spec, StateSpec) else spec.rank_bytes(tp_size, itemsize)
