@@ -97,12 +97,13 @@ def decide(
     budget: float = 60.0,
     mla: MLASizes | str = MLA_OFF,
     stateless: str = "",
+    serving: ServingSpec | None = None,
 ) -> Decision:
-    """Plan a model of the modules that `build` makes."""
+    """Plan a model of the modules that `build` makes, for `serving` or for what the other arguments say."""
     with init_empty_weights(include_buffers=False):
         base = OneSite([make() for make in build], tp_plan=tp_plan)
     base.eval()
-    serving = ServingSpec(
+    serving = serving or ServingSpec(
         tp_size=tp_size,
         quantization=quantization,
         sequence_parallel_moe=sequence_parallel_moe,

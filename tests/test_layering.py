@@ -33,7 +33,10 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 
-SPECS = {"expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec", "statespec", "tablespec"}
+SPECS = {
+    *("expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec"),
+    *("nativespec", "shortconvspec", "ssdspec", "statespec", "tablespec"),
+}
 
 PLANS = (
     BLOCKED
@@ -103,6 +106,9 @@ def test_nothing_comes_from_the_backend_that_vllm_brings(path):
         ("moespec.py", {"expertspec"}),
         ("mlaspec.py", {"serving"}),
         ("layerspecs.py", {"activations", *SPECS}),
+        ("nativespec.py", {"shortconvspec", "ssdspec", "statespec"}),
+        ("shortconvspec.py", {"serving"}),
+        ("ssdspec.py", {"serving", "shortconvspec"}),
         ("statespec.py", set()),
         ("tablespec.py", set()),
         ("source/edits.py", {"errors"}),

@@ -88,6 +88,16 @@ SIGNATURES = {
     "vllm.model_executor.layers.pooler.tokwise:pooler_for_token_classify": "pooler_config classifier",
     "vllm.model_executor.layers.pooler:PoolingParamsUpdate": "requires_token_ids",
     "vllm.transformers_utils.config:get_hf_file_to_dict": "file_name model revision",
+    "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2": "hidden_size ssm_state_size conv_kernel_size "
+    "intermediate_size use_conv_bias use_bias n_groups num_heads head_dim rms_norm_eps use_rms_norm model_config "
+    "cache_config quant_config prefix",
+    "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.forward": "hidden_states mup_vector",
+    "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.conv_ssm_forward": "projected_states output",
+    "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2._warmup_ssd_kernels": "projected_states",
+    "vllm.model_executor.layers.mamba.mamba_mixer2:Mixer2RMSNormGated": "full_hidden_size full_n_groups eps",
+    "vllm.model_executor.layers.mamba.short_conv:ShortConv": "config dim layer_idx model_config cache_config "
+    "quant_config prefix",
+    "vllm.model_executor.layers.mamba.short_conv:ShortConv.forward": "hidden_states output",
     "vllm.v1.attention.backend:AttentionImpl": "alibi_slopes sliding_window",
 }
 

@@ -20,6 +20,7 @@ from tfbackend import meta
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.layers.context import BuildContext
 from tfbackend.layers.mla import HIDDEN_RANK, mla_sizes
+from tfbackend.layers.native import native_kinds
 from tfbackend.layerspecs import AttentionSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.plan import Plan
@@ -44,8 +45,16 @@ def serving_spec(config: VllmConfig) -> ServingSpec:
         compiled=config.compilation_config.mode != CompilationMode.NONE,
         whole_prompts=_whole_prompts(config),
         mla=mla_sizes(config),
+        natives=_natives(config),
         stateless=_stateless(config),
     )
+
+
+def _natives(config: VllmConfig) -> frozenset[str] | str:
+    """TFBACKEND_NATIVE_STATE=0 has every mixer with state run as Transformers wrote it."""
+    if os.environ.get("TFBACKEND_NATIVE_STATE") == "0":
+        return "TFBACKEND_NATIVE_STATE=0 is set"
+    return native_kinds(config)
 
 
 def _stateless(config: VllmConfig) -> str:

@@ -19,7 +19,7 @@ from tfbackend.groupedspec import GroupedLinearSpec
 from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
-from tfbackend.statespec import StateSpec
+from tfbackend.nativespec import StatefulSpec
 from tfbackend.tablespec import FixedRopeSpec as FixedRopeSpec
 from tfbackend.tablespec import GrownTableSpec as GrownTableSpec
 
@@ -418,5 +418,5 @@ LayerSpec = (
     | DenseExpertsSpec
     | GroupedLinearSpec
     | MoESpec
-    | StateSpec
+    | StatefulSpec
 )

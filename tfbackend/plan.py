@@ -45,6 +45,7 @@ from tfbackend.layerspecs import (
 from tfbackend.meta import GENERATE, MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
+from tfbackend.nativespec import NATIVE_SPECS, NativeSpec
 from tfbackend.plan_reading import explained, parts_read, read_heads, read_token_numbering
 from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, running_refusals
 from tfbackend.positions import Numbered, following_positions
@@ -156,11 +157,11 @@ class Plan:
         return min((spec.max_context for _, spec in self.attention if spec.max_context is not None), default=None)
 
     @property
-    def state(self) -> Iterator[tuple[str, StateSpec]]:
+    def state(self) -> Iterator[tuple[str, StateSpec | NativeSpec]]:
         """(site, spec) of every mixer that keeps state."""
         for rewrite in self.rewrites:
             for _, spec in rewrite.children:
-                if isinstance(spec, StateSpec):
+                if isinstance(spec, (StateSpec, *NATIVE_SPECS)):
                     yield rewrite.qualname, spec
 
     @property

@@ -46,6 +46,7 @@ from tfbackend.layerspecs import (
 from tfbackend.loopedspec import LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+from tfbackend.nativespec import NATIVE_SPECS
 from tfbackend.proof_key import content, proof_key
 from tfbackend.proof_parts import ReferenceMoE, SideBySide, Turned, expanded, part_of, place_of, reference_experts
 from tfbackend.source.edits import apply_edits
@@ -295,6 +296,8 @@ def _reference_child(name: str, spec: LayerSpec, rewrite: Rewrite, original: nn.
         return SideBySide([part_of(original.get_submodule(e.source), e.transposed) for e in parts], spec)
     if isinstance(spec, ExpertsSpec):
         return reference_experts(spec, original)
+    if isinstance(spec, NATIVE_SPECS):
+        return spec.reference().bind(original, {e.target.removeprefix(f"{name}."): e.source for e in rewrite.weights})
     if isinstance(spec, MoESpec):
         return ReferenceMoE(spec, name, rewrite.weights, original)
     assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec, RotarySpec))

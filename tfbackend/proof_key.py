@@ -117,6 +117,8 @@ def _own_files() -> list[Path]:
             "mlaspec.py",
             "tablespec.py",
             "statespec.py",
+            "ssdspec.py",
+            "shortconvspec.py",
             "mixing.py",
             "graph/trial.py",
         )

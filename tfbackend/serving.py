@@ -33,6 +33,10 @@ class MLASizes:
 
 
 MLA_OFF = "the engine was not asked for it"
+NATIVE_OFF = "the engine was not asked for one"
+MAMBA2, SHORT_CONV = "mamba2", "short_conv"
+NATIVES = frozenset({MAMBA2, SHORT_CONV})
+"""Kinds of mixers with state that an engine may have layers of its own for."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class ServingSpec:
         whole_prompts: whether each call holds whole prompts only, and no token is generated: a model may then see all
             of a prompt at once.
         mla: widths for which the engine has kernels over a cache of latents, or why it has none.
+        natives: kinds of mixers with state that the engine has layers of its own for, or why it has none.
         stateless: why the engine keeps no state of a request but keys and values; "" where it does.
     """
 
@@ -68,4 +73,5 @@ class ServingSpec:
     compiled: bool = False
     whole_prompts: bool = False
     mla: MLASizes | str = MLA_OFF
+    natives: frozenset[str] | str = NATIVE_OFF
     stateless: str = ""

@@ -38,10 +38,10 @@ def folder(tmp_path_factory):
 
 
 def test_state_in_place_of_attention(folder):
-    """64 layers: the last 4 inputs of a convolution over 5120 + 2 * 128 channels in bfloat16, and 80 heads of 64 times
+    """64 layers: the last 3 inputs of a convolution over 5120 + 2 * 128 channels in bfloat16, and 80 heads of 64 times
     128 in float32."""
     found = inspect_model(Request(str(folder / "mamba2.json"), gpu=80 * GB))
-    expected = 64 * ((5120 + 2 * 128) * 4 * 2 + 80 * 64 * 128 * 4)
+    expected = 64 * ((5120 + 2 * 128) * 3 * 2 + 80 * 64 * 128 * 4)
     assert found.served.name == "TransformersAttentionFreeForCausalLM"
     assert found.served.ours
     memory = document(found)["memory"]
@@ -54,10 +54,15 @@ def test_state_in_place_of_attention(folder):
 
 
 def test_state_beside_attention(folder):
-    """10 of 16 layers keep 3 inputs of a convolution over 1024 channels; 6 keep 8 KV heads of 64."""
+    """10 of 16 layers keep the last 2 inputs of a convolution over 1024 channels; 6 keep 8 KV heads of 64."""
     found = inspect_model(Request(str(folder / "lfm2.json")))
     assert found.served.name == "TransformersHybridForCausalLM"
-    assert found.memory.state_bytes_per_request == 10 * 1024 * 3 * 2
+    assert found.memory.state_bytes_per_request == 10 * 1024 * 2 * 2
     assert found.memory.kv_bytes_per_token == 6 * 2 * 8 * 64 * 2
-    summaries = [r.summary for r in found.plan.rewrites if r.fuser == "state"]
-    assert summaries == ["state of 6,144 B a request (conv 1024x3 bfloat16)"] * 10
+    summaries = [r.summary for r in found.plan.rewrites if r.fuser == "short_conv"]
+    assert summaries == ["short convolution of 1024 channels over 3"] * 10
+
+
+def test_ranks_share_the_state_of_layers_of_the_engine(folder):
+    found = inspect_model(Request(str(folder / "lfm2.json"), tp=2))
+    assert found.memory.state_bytes_per_request == 10 * 1024 * 2 * 2 // 2

@@ -2,6 +2,9 @@
 
 from typing import Any, NamedTuple
 
+from tfbackend.nativespec import state_bytes
+from tfbackend.statespec import StateSpec
+
 _largest = 0
 
 
@@ -71,20 +74,30 @@ def cache_pages_and_misses(model: Any) -> tuple[set[str], tuple[str, ...]]:
 
 
 class States(NamedTuple):
-    """Bytes of a request over all layers, the largest forward since ``watch_tokens``, graphs that Dynamo captured."""
+    """Bytes of a request over all layers, the largest forward since ``watch_tokens``, graphs that Dynamo captured, and
+    what each layer is."""
 
     nbytes: int
     largest_forward: int
     graphs: int
+    layers: tuple[str, ...] = ()
 
 
 def states(model: Any) -> States:
     """What is asked of a live model that keeps state."""
     layers = [module for module in model.modules() if hasattr(module, "states")]
+    assert layers
+    config, total = model.vllm_config, 0
     for layer in layers:
-        assert layer.kv_cache[0].shape[1] == layer.spec.nbytes
-        assert [tuple(pages.shape[1:]) for pages in layer.states] == [state.shape for state in layer.spec.states]
-    return States(sum(layer.spec.nbytes for layer in layers), _largest, compiled_graphs(model))
+        told = state_bytes(layer.spec, config.parallel_config.tensor_parallel_size, config.model_config.dtype.itemsize)
+        held = [pages[0].numel() * pages.element_size() for pages in layer.states]
+        if isinstance(layer.spec, StateSpec):
+            held = [layer.kv_cache[0].shape[1]]
+            assert [tuple(pages.shape[1:]) for pages in layer.states] == [state.shape for state in layer.spec.states]
+        assert sum(held) == told, f"{held} bytes in a page, the plan says {told}"
+        total += told
+    names = tuple(dict.fromkeys(type(layer).__name__ for layer in layers))
+    return States(total, _largest, compiled_graphs(model), names)
 
 
 def spoil_states(model: Any) -> None:

@@ -34,6 +34,10 @@ WITHIN = {"qwen3_next": 1e-3}
 MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
 
 
+AS_WRITTEN = {"TFBACKEND_NATIVE_STATE": "0"}
+"""vLLM has layers of its own for some of these; test_native.py tests those."""
+
+
 def _within(name: str) -> float:
     return WITHIN.get(name, SAME_COMPUTATION)
 
@@ -53,7 +57,7 @@ def _serve(
     request = Request(
         harness.checkpoint(name), frozen, engine_args=args, prepare=probes.watch_tokens, inspect=probes.states
     )
-    outcome = harness.serve(request, env=env)
+    outcome = harness.serve(request, env=AS_WRITTEN | (env or {}))
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     served: Served = outcome.value
     assert set(served.model_class) == {f"tfbackend.models.Transformers{(KINDS | ONCE)[name][0]}ForCausalLM"}
@@ -117,7 +121,9 @@ def test_requests_aborted_half_way(harness: Harness, name: str) -> None:
     kept = [prompt for index, prompt in enumerate(prompts) if index not in doomed]
     expected = _expected(harness, name, kept)
     folder = harness.checkpoint(name)
-    outcome = harness.call(stepping.run, folder, prompts, MAX_TOKENS, {"max_num_seqs": 3}, doomed, timeout=240)
+    outcome = harness.call(
+        stepping.run, folder, prompts, MAX_TOKENS, {"max_num_seqs": 3}, doomed, env=AS_WRITTEN, timeout=240
+    )
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.aborted == len(doomed)
     verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
@@ -130,7 +136,7 @@ def test_requests_that_are_preempted(harness: Harness, name: str) -> None:
     prompts, grown = make_prompts(lengths=(118, 120, 121, 115), seed=19), 40
     expected = _expected(harness, name, prompts, grown)
     args = {"block_size": 64, "enable_prefix_caching": False, "max_num_seqs": 4, "num_gpu_blocks_override": 11}
-    outcome = harness.call(stepping.run, harness.checkpoint(name), prompts, grown, args, timeout=240)
+    outcome = harness.call(stepping.run, harness.checkpoint(name), prompts, grown, args, env=AS_WRITTEN, timeout=240)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.preempted > 0
     verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
@@ -147,7 +153,7 @@ def test_soak(harness: Harness, name: str) -> None:
     expected = _expected(harness, name, prompts, grown)
     args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
     folder = harness.checkpoint(name)
-    outcome = harness.call(stepping.run, folder, prompts, grown, args, (), arrivals, timeout=580)
+    outcome = harness.call(stepping.run, folder, prompts, grown, args, (), arrivals, env=AS_WRITTEN, timeout=580)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.preempted > 0
     verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
@@ -177,7 +183,7 @@ def test_whatever_the_pages_held(harness: Harness, name: str) -> None:
         engine_args={"max_num_seqs": 4},
         prepare=probes.spoil_states,
     )
-    outcome = harness.serve(request)
+    outcome = harness.serve(request, env=AS_WRITTEN)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     batch = outcome.value.batches[0]
     verdict = judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
@@ -189,7 +195,8 @@ def test_lost_state_is_seen(harness: Harness) -> None:
     prompts = make_prompts(lengths=MIXED, seed=13)
     expected = _expected(harness, "mamba2", prompts)
     batches = (tuple(map(tuple, prompts)),)
-    outcome = harness.serve(Request(harness.checkpoint("mamba2"), batches, prepare=probes.lose_states))
+    request = Request(harness.checkpoint("mamba2"), batches, prepare=probes.lose_states)
+    outcome = harness.serve(request, env=AS_WRITTEN)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     batch = outcome.value.batches[0]
     assert not judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal

@@ -46,7 +46,8 @@ class StateFuser:
         for candidate in found:
             spec = tried(site.module, calls[0], candidate)
             if isinstance(spec, StateSpec):
-                return Match({"spec": spec}, (_edit(site.source, spec, self.name),), site.inside | {LAYER})
+                given = ", ".join(name for name in (spec.hidden, spec.positions) if name)
+                return Match({"spec": spec}, (body_edit(site.source, given, self.name),), site.inside | {LAYER})
             problem = problem or spec
         return self._miss(site, problem)
 
@@ -66,10 +67,9 @@ class StateFuser:
         )
 
 
-def _edit(source: ForwardSource, spec: StateSpec, by: str) -> Edit:
+def body_edit(source: ForwardSource, given: str, by: str) -> Edit:
     """The whole body of the forward, but for a docstring, gives way to a call of the layer."""
     body = source.tree.body
     first = body[1] if len(body) > 1 and ast.get_docstring(source.tree) is not None else body[0]
     start, end = source.offsets(first)[0], source.offsets(body[-1])[1]
-    given = ", ".join(name for name in (spec.hidden, spec.positions) if name)
     return Edit(start, end, f"return {source.me}.{LAYER}({given})", by)

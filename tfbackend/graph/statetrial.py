@@ -55,7 +55,7 @@ def tried(module: nn.Module, call: Any, spec: StateSpec) -> StateSpec | str:
 
 def _judged(module: nn.Module, call: Any, spec: StateSpec, *, buffers: bool) -> StateSpec | str:
     generator = torch.Generator().manual_seed(23)
-    with torch.no_grad(), plain_float32(), answering(unattended), _whole_numbers():
+    with torch.no_grad(), plain_float32(), answering(unattended), whole_numbers():
         try:
             return _Trial(materialise(module, generator, buffers=buffers), spec, generator).judge(call)
         except RUN_ERRORS as error:
@@ -63,7 +63,7 @@ def _judged(module: nn.Module, call: Any, spec: StateSpec, *, buffers: bool) -> 
 
 
 @contextmanager
-def _whole_numbers() -> Iterator[None]:
+def whole_numbers() -> Iterator[None]:
     """While entered, float32 products on the CPU are of float32."""
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

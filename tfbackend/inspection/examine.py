@@ -24,7 +24,7 @@ from tfbackend.inspection.verdict import Finding
 from tfbackend.mlaspec import WIDTHS, sizes_named
 from tfbackend.plan import Plan, draft_plan
 from tfbackend.proof import Prover
-from tfbackend.serving import MLASizes, ServingSpec
+from tfbackend.serving import NATIVES, MLASizes, ServingSpec
 from tfbackend.weights import build_weight_map
 
 Progress = Callable[[str], None]
@@ -191,6 +191,7 @@ def _serving(request: Request, target: Target) -> ServingSpec:
         device="cuda",
         compiled=True,
         mla=_mla(target.config),
+        natives=NATIVES,
     )
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from tfbackend.expertspec import ExpertsSpec
 from tfbackend.groupedspec import GroupedLinearSpec
+from tfbackend.inspection.mixers import of_mixer
+from tfbackend.inspection.served import ServedParameter as ServedParameter
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -28,6 +30,7 @@ from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.meta import MetaModel
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+from tfbackend.nativespec import NATIVE_SPECS
 from tfbackend.plan import Plan
 from tfbackend.weights.mapping import BASE, HEAD, REST
 from tfbackend.weights.names import join
@@ -39,47 +42,6 @@ _EXCHANGES = {ROWWISE: "all-reduce", ROWWISE_SPLIT: "all-reduce", COLWISE_GATHER
 
 CANDIDATES = (1, 2, 4, 8, 16, 3, 6, 5, 7, 12, 32)
 """Numbers of ranks that a remedy may propose."""
-
-
-@dataclass(frozen=True)
-class ServedParameter:
-    """One parameter of the served module tree.
-
-    Attributes:
-        name: its path there, "model.layers.0.self_attn.qkv_proj.weight".
-        shape: over all ranks, a linear's weight [out, in] whichever way round the checkpoint has it.
-        rank_shape: on each rank, padding included.
-        dtype: what it is kept in.
-        how: "columns", "rows", "heads", "experts", "vocabulary" or "whole".
-        dim: the dimension that is shared out, None for none.
-        replicas: ranks that hold the same KV head.
-        layer: number of its decoder layer, None outside of them.
-        linear: whether a quantization method may replace it.
-        problem: what does not divide, "" for nothing.
-        tied_to: the parameter whose memory this one shares, "" for none.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    rank_shape: tuple[int, ...]
-    dtype: torch.dtype
-    how: str = "whole"
-    dim: int | None = None
-    replicas: int = 1
-    layer: int | None = None
-    linear: bool = False
-    problem: str = ""
-    tied_to: str = ""
-
-    @property
-    def count(self) -> int:
-        """Elements over all ranks, 0 for one that shares another's memory."""
-        return 0 if self.tied_to else math.prod(self.shape)
-
-    @property
-    def rank_bytes(self) -> int:
-        """Bytes on each rank, unquantized; 0 for one that shares another's memory."""
-        return 0 if self.tied_to else math.prod(self.rank_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -141,6 +103,8 @@ def _of_spec(path: str, spec: Any, tp: int, dtype: torch.dtype, ep: bool = False
         return _qkv(path, spec, tp, dtype)
     if isinstance(spec, MLASpec):
         return _columns(f"{path}.kv_b_proj", spec.sizes.latent, (spec.expanded_dim,), False, tp, dtype)
+    if isinstance(spec, NATIVE_SPECS):
+        return of_mixer(path, spec, tp, dtype)
     if isinstance(spec, EmbeddingSpec):
         return [_vocabulary(f"{path}.weight", spec.num_embeddings, spec.dim, tp, dtype)]
     if isinstance(spec, NormSpec):
@@ -297,7 +261,9 @@ def collectives(plan: Plan) -> list[Collective]:
         kind = ""
         if isinstance(spec, LinearSpec):
             kind = _EXCHANGES.get(spec.style, "")
-        elif isinstance(spec, (EmbeddingSpec, MoESpec)) or (isinstance(spec, ExpertsSpec) and spec.kernel):
+        elif isinstance(spec, (EmbeddingSpec, MoESpec, *NATIVE_SPECS)) or (
+            isinstance(spec, ExpertsSpec) and spec.kernel
+        ):
             kind = "all-reduce"
         if kind:
             name = join(BASE, path)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from tfbackend.inspection.layout import ServedParameter
 from tfbackend.layerspecs import AttentionSpec
 from tfbackend.mlaspec import MLASpec
+from tfbackend.nativespec import NativeSpec, state_bytes
 from tfbackend.statespec import StateSpec
 
 BLOCK = 16
@@ -181,14 +182,14 @@ class Memory:
 
     @property
     def state_bytes_per_request(self) -> int:
-        """Of the stage that keeps the most; every rank keeps all of it."""
+        """On each rank of the stage that keeps the most."""
         return max(stage.state for stage in self.stages)
 
 
 def measure(
     parameters: Sequence[ServedParameter],
     attention: Sequence[tuple[int | None, AttentionSpec | MLASpec]],
-    states: Sequence[tuple[int | None, StateSpec]] = (),
+    states: Sequence[tuple[int | None, StateSpec | NativeSpec]] = (),
     *,
     tp: int,
     pp: int,
@@ -211,7 +212,8 @@ def measure(
         weights = sum(_bytes(p, bits) for p in own)
         if index and index == pp - 1:  # the head's table, tied to one of another stage
             weights += sum(_untied_bytes(p) for p in own if p.tied_to)
-        kept = sum(spec.nbytes for layer, spec in states if (layer in part) or (layer is None and index == 0))
+        held = [spec for layer, spec in states if (layer in part) or (layer is None and index == 0)]
+        kept = sum(state_bytes(spec, tp, itemsize) for spec in held)
         made.append(StageMemory(part, weights, make_cache(caches, tp, itemsize), kept))
     return tuple(made)
 

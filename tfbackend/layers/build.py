@@ -30,6 +30,7 @@ from tfbackend.layers.grouped import GroupedLinear
 from tfbackend.layers.looped import DenseExperts, LoopedExperts
 from tfbackend.layers.mla import latent_attention
 from tfbackend.layers.moe import KernelMoE
+from tfbackend.layers.native import ShortConvLayer, SSDLayer
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
 from tfbackend.layers.rotary import Rotary
 from tfbackend.layers.sinks import own_sinks
@@ -56,6 +57,8 @@ from tfbackend.layerspecs import (
 from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+from tfbackend.shortconvspec import ShortConvSpec
+from tfbackend.ssdspec import SSDSpec
 from tfbackend.statespec import StateSpec
 
 
@@ -244,6 +247,14 @@ def _state(spec: StateSpec, prefix: str, context: BuildContext, site: nn.Module)
     return StateLayer(spec, prefix, site)
 
 
+def _ssd(spec: SSDSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return SSDLayer(spec, prefix, context)
+
+
+def _short_conv(spec: ShortConvSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return ShortConvLayer(spec, prefix, context)
+
+
 def own_slopes(slopes: tuple[float, ...], tp_size: int) -> list[float]:
     """The ALiBi slopes of this rank's heads."""
     heads = len(slopes) // tp_size
@@ -269,6 +280,8 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     GroupedLinearSpec: _grouped,
     MoESpec: _moe,
     StateSpec: _state,
+    SSDSpec: _ssd,
+    ShortConvSpec: _short_conv,
 }
 
 

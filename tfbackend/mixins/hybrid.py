@@ -7,40 +7,51 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get_temporal_copy_spec
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from tfbackend.errors import UnsupportedModelError
-from tfbackend.layers.state import StateLayer
 from tfbackend.mixins.base import Base
 
 
 class StateMixin(Base):
-    """What vLLM asks of a model with state, told from the layers that it built: each has a row of bytes a request."""
+    """What vLLM asks of a model with state, told from the layers that it built."""
 
     @classmethod
     def get_mamba_specs_from_config(cls, vllm_config: VllmConfig) -> tuple[MambaSpec, ...]:
-        """One for every layer; one of no size where the model turned out to have none."""
-        specs = [_spec(layer.get_state_shape(), layer.get_state_dtype()) for layer in _layers(vllm_config)]
-        return tuple(dict.fromkeys(specs)) or (_spec((), ()),)
+        """One for every kind of layer; one of no size where the model turned out to have none."""
+        return tuple(dict.fromkeys(map(_spec_of, _layers(vllm_config)))) or (_spec((), ()),)
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         """That of the layer with the most; it is known once layers are built."""
-        return max((layer.get_state_shape() for layer in _layers(vllm_config)), default=())
+        return _largest(vllm_config).shapes  # type: ignore[no-any-return]
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        return next((layer.get_state_dtype() for layer in _layers(vllm_config)), ())
+        return _largest(vllm_config).dtypes  # type: ignore[no-any-return]
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
-        """A row is copied as a whole."""
-        return (get_temporal_copy_spec,)
+        """A row of bytes is copied as a whole."""
+        return _COPIED[MambaAttentionBackendEnum.CUSTOM]
 
     @classmethod
     def get_mamba_state_copy_funcs(cls, mamba_types: Collection[Any]) -> dict[Any, tuple[Any, ...]]:
-        return dict.fromkeys(mamba_types, cls.get_mamba_state_copy_func())
+        return {kind: _COPIED[kind] for kind in mamba_types}
+
+
+_CONV_AND_RECURRENT = (get_conv_copy_spec, get_temporal_copy_spec)
+_COPIED: dict[Any, tuple[Any, ...]] = {
+    MambaAttentionBackendEnum.CUSTOM: (get_temporal_copy_spec,),
+    MambaAttentionBackendEnum.MAMBA1: _CONV_AND_RECURRENT,
+    MambaAttentionBackendEnum.MAMBA2: _CONV_AND_RECURRENT,
+    MambaAttentionBackendEnum.GDN_ATTN: _CONV_AND_RECURRENT,
+    MambaAttentionBackendEnum.SHORT_CONV: (get_conv_copy_spec,),
+}
+"""How vLLM copies each state of a layer, by the kind of the layer."""
 
 
 class HybridMixin(StateMixin):
@@ -60,9 +71,17 @@ class AttentionFreeMixin(StateMixin):
             )
 
 
-def _layers(vllm_config: VllmConfig) -> Iterator[StateLayer]:
+def _layers(vllm_config: VllmConfig) -> Iterator[MambaBase]:
     built = vllm_config.compilation_config.static_forward_context.values()
-    return (layer for layer in built if isinstance(layer, StateLayer))
+    return (layer for layer in built if isinstance(layer, MambaBase))
+
+
+def _largest(vllm_config: VllmConfig) -> MambaSpec:
+    return max(map(_spec_of, _layers(vllm_config)), key=lambda spec: spec.page_size_bytes, default=_spec((), ()))
+
+
+def _spec_of(layer: MambaBase) -> MambaSpec:
+    return _spec(tuple(layer.get_state_shape()), tuple(layer.get_state_dtype()))
 
 
 def _spec(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> MambaSpec:

@@ -1,0 +1,142 @@
+"""Mixers that keep state, served with vLLM's own layers: the tokens of Transformers, and shared out among ranks."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.serve import probes, stepping
+from tests.serve.engine import MAX_TOKENS, Harness, Request, Served
+from tests.serve.judge import SAME_COMPUTATION, judge
+from tests.serve.matrix.checkpoint import make_and_ask
+from tests.serve.oracle import Answer
+from tests.serve.tiny import make_prompts
+
+pytestmark = pytest.mark.engine
+
+KINDS = {
+    "mamba2": ("SSDLayer", "Mamba-2 and nothing else, normed over all groups at once"),
+    "falcon_h1": ("SSDLayer", "beside attention in every layer, with factors and no norm"),
+    "nemotron_h": ("SSDLayer", "normed by groups, with a time step that is limited in prompts"),
+    "lfm2": ("ShortConvLayer", "a short convolution, and attention in other layers"),
+    "mamba2+one-group": ("SSDLayer", "one group, which every rank has, and biases"),
+}
+USUAL = ("mamba2", "falcon_h1", "lfm2")
+MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
+AS_WRITTEN = {"TFBACKEND_NATIVE_STATE": "0"}
+
+
+def _expected(harness: Harness, name: str, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[Answer]:
+    found = harness.ask_oracle(make_and_ask, name, harness.checkpoint(name), prompts, max_tokens)
+    answers: list[Answer] = found.answers
+    return answers
+
+
+def _serve(harness: Harness, name: str, *batches: list[list[int]], **args: Any) -> Served:
+    """Serve the batches, one after the other, and check that the answers are Transformers' and the layers vLLM's."""
+    expected = [_expected(harness, name, prompts) for prompts in batches]
+    frozen = tuple(tuple(map(tuple, prompts)) for prompts in batches)
+    request = Request(
+        harness.checkpoint(name), frozen, engine_args=args, prepare=probes.watch_tokens, inspect=probes.states
+    )
+    outcome = harness.serve(request)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    served: Served = outcome.value
+    assert {state.layers for state in served.inspected} == {(KINDS[name][0],)}
+    for answers, batch in zip(expected, served.batches, strict=True):
+        verdict = judge(answers, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
+        assert verdict.equal, verdict
+    return served
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_more_prompts_of_mixed_lengths_than_seats(harness: Harness, name: str) -> None:
+    _serve(harness, name, make_prompts(lengths=MIXED, seed=13), max_num_seqs=4)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("name", USUAL)
+def test_prompts_in_parts(harness: Harness, name: str, caching: bool) -> None:
+    prompts = make_prompts(lengths=(100, 5, 61, 25), seed=11)
+    args = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True, "enable_prefix_caching": caching}
+    served = _serve(harness, name, prompts, **args)
+    assert 0 < served.inspected[0].largest_forward <= 24
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_prefix_caching(harness: Harness, name: str) -> None:
+    """A request goes on from the state that another one had at the end of a block."""
+    shared, *tails = make_prompts(lengths=(150, 9, 20), seed=12)
+    first, second = [shared + tails[0]], [shared + tails[1], shared + tails[0][:3]]
+    served = _serve(harness, name, first, second, enable_prefix_caching=True, block_size=32)
+    assert served.batches[0].cached == [0]
+    assert min(served.batches[1].cached) >= 64
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_compiled(harness: Harness, name: str) -> None:
+    served = _serve(harness, name, make_prompts(), enforce_eager=False)
+    assert served.inspected[0].graphs >= 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks(harness: Harness, name: str) -> None:
+    """Each has half of every mixer and of its state, and all of a group that is the only one."""
+    whole = _serve(harness, name, make_prompts())
+    served = _serve(harness, name, make_prompts(), tensor_parallel_size=2)
+    held, total = [state.nbytes for state in served.inspected], whole.inspected[0].nbytes
+    assert held[0] == held[1]
+    assert total / 2 < held[0] < total if name == "mamba2+one-group" else held[0] * 2 == total
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
+def test_soak(harness: Harness, name: str) -> None:
+    """Requests of any length arrive at any time, are cut into parts, put off and begun again."""
+    rng, count, grown = random.Random(31), 20, 30
+    prompts = make_prompts(lengths=tuple(rng.randint(1, 200) for _ in range(count)), seed=37)
+    arrivals = tuple(sorted(rng.randint(0, 3 * count) for _ in range(count)))
+    expected = _expected(harness, name, prompts, grown)
+    args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
+    folder = harness.checkpoint(name)
+    outcome = harness.call(stepping.run, folder, prompts, grown, args, (), arrivals, timeout=580)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert outcome.value.preempted > 0
+    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=SAME_COMPUTATION)
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_whatever_the_pages_held(harness: Harness, name: str) -> None:
+    """A request's state starts clean, be the memory it is given full of what is no number."""
+    prompts = make_prompts(lengths=MIXED, seed=13)
+    expected = _expected(harness, name, prompts)
+    batches = (tuple(map(tuple, prompts)),)
+    request = Request(harness.checkpoint(name), batches, engine_args={"max_num_seqs": 4}, prepare=probes.spoil_states)
+    outcome = harness.serve(request)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    batch = outcome.value.batches[0]
+    verdict = judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
+    assert verdict.equal, verdict
+
+
+def test_lost_state_is_seen(harness: Harness) -> None:
+    """The judge says wrong where states are lost between steps, so the tests above can fail."""
+    prompts = make_prompts(lengths=MIXED, seed=13)
+    expected = _expected(harness, "mamba2", prompts)
+    batches = (tuple(map(tuple, prompts)),)
+    outcome = harness.serve(Request(harness.checkpoint("mamba2"), batches, prepare=probes.lose_states))
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    batch = outcome.value.batches[0]
+    assert not judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal
+
+
+def test_as_transformers_wrote_it(harness: Harness) -> None:
+    """The user may have no layer of vLLM's."""
+    prompts = make_prompts()
+    expected = _expected(harness, "mamba2", prompts)
+    request = Request(harness.checkpoint("mamba2"), (tuple(map(tuple, prompts)),), inspect=probes.states)
+    outcome = harness.serve(request, env=AS_WRITTEN)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert outcome.value.inspected[0].layers == ("StateLayer",)
+    batch = outcome.value.batches[0]
+    assert judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal
