@@ -14,7 +14,7 @@ from tfbackend.fusers.base import Miss, Rewrite, Site
 from tfbackend.graph.interface import attention_interface
 from tfbackend.graph.observe import TOKENS, Observation, observe
 from tfbackend.graph.statepass import Keeping, keep
-from tfbackend.plan import _collect_proven, _Planner
+from tfbackend.planner import Planner, collect_proven
 from tfbackend.proof import Prover
 from tfbackend.serving import MLA_OFF, MLASizes, ServingSpec
 from tfbackend.source.edits import apply_edits
@@ -58,8 +58,8 @@ class Decision:
         self.observation: Observation = replace(observe(base), keeping=keeping)
         assert not self.observation.problem, self.observation.problem
         meta = SimpleNamespace(base=base, base_path="", embedding_path="embed")
-        self.planner = _Planner(meta, serving, self.observation)  # type: ignore[arg-type]
-        self.rewrites, self.misses, self.unproven = _collect_proven(self.planner, prover)
+        self.planner = Planner(meta, serving, self.observation)  # type: ignore[arg-type]
+        self.rewrites, self.misses, self.unproven = collect_proven(self.planner, prover)
 
     def rewrite(self, fuser: str, site: str = "site") -> Rewrite:
         found = [r for r in self.rewrites if (r.fuser, r.qualname) == (fuser, site)]

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from tests.sites import DIM, HEADS, WIDTH, OneSite, heads
-from tfbackend.errors import UnsupportedModelError
 from tfbackend.graph.masks import MaskWindow
 from tfbackend.graph.observe import observe
 from tfbackend.inline import behind_interface
@@ -470,10 +469,14 @@ def test_inspect_shows_what_was_cut():
     assert "+    outputs = [inline_attention(self, q, k.transpose(-1, -2), v)]" in diff.text
 
 
-def test_several_ranks_are_refused_by_name():
+def test_several_ranks_have_the_heads_of_all():
+    """The code counts them; the ranks share out the KV cache, and the projections that they put together again."""
     meta = build(CONFIG_MAPPING["bloom"](**BLOOM, n_head=4), torch.float32)
-    with pytest.raises(UnsupportedModelError, match=r"cannot be shared out.*counts the heads"):
-        make_plan(meta, ServingSpec(tp_size=2, max_model_len=64))
+    plan = make_plan(meta, ServingSpec(tp_size=2, max_model_len=64))
+    assert {spec.gathered for _, spec in plan.attention} == {True}
+    styles = {r.qualname.rpartition(".")[2]: r.layer.style for r in plan.rewrites if r.fuser == "linear"}
+    assert "colwise" not in {styles["query_key_value"], styles["dense"]}
+    assert "rowwise" not in {styles["query_key_value"], styles["dense"]}
 
 
 def test_what_is_left_is_refused_by_name():

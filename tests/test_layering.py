@@ -35,7 +35,7 @@ sys.meta_path.insert(0, Block())
 
 SPECS = {
     *("expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec"),
-    *("nativespec", "shortconvspec", "ssdspec", "statespec", "tablespec"),
+    *("nativespec", "shortconvspec", "ssdspec", "standinspec", "statespec", "tablespec"),
 }
 
 PLANS = (
@@ -109,6 +109,7 @@ def test_nothing_comes_from_the_backend_that_vllm_brings(path):
         ("nativespec.py", {"shortconvspec", "ssdspec", "statespec"}),
         ("shortconvspec.py", {"serving"}),
         ("ssdspec.py", {"serving", "shortconvspec"}),
+        ("standinspec.py", set()),
         ("statespec.py", set()),
         ("tablespec.py", set()),
         ("source/edits.py", {"errors"}),

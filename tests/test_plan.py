@@ -15,7 +15,8 @@ from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Miss, Rewrite
 from tfbackend.layerspecs import AttentionSpec, QKVSpec
 from tfbackend.meta import build
-from tfbackend.plan import Plan, draft_plan, make_plan, tensor_parallel_styles
+from tfbackend.plan import Plan, draft_plan, make_plan
+from tfbackend.planner import tensor_parallel_styles
 from tfbackend.serving import ServingSpec
 
 
@@ -119,12 +120,18 @@ def test_ranks_that_do_not_divide_the_heads_are_refused():
         make_plan(llama(), ServingSpec(tp_size=3))
 
 
-def test_attention_that_cannot_be_shared_out_is_refused_with_its_reason():
-    config = CONFIG_MAPPING["gpt_bigcode"](
-        n_positions=64, n_embd=64, n_layer=1, n_head=4, vocab_size=128, multi_query=False
-    )
-    with pytest.raises(UnsupportedModelError, match=r"--tensor-parallel-size 1"):
-        make_plan(build(config, torch.float32), ServingSpec(tp_size=2))
+def test_heads_that_cannot_be_shared_out_are_gathered():
+    """Nothing that the ranks merge, and so give in parts, may feed attention that is given the heads of all ranks."""
+    config = CONFIG_MAPPING["cohere"](**SIZES, use_qk_norm=True)
+    plan = make_plan(build(config, torch.float32), ServingSpec(tp_size=2))
+    assert {spec.gathered for _, spec in plan.attention} == {True}
+    inside = [r for r in plan.rewrites if ".self_attn." in r.qualname and r.fuser == "linear"]
+    found = {r.qualname.rpartition(".")[2]: r.layer.style for r in inside}
+    assert {found[name] for name in ("q_proj", "k_proj", "v_proj")} == {"colwise_gather_output"}
+    assert found["o_proj"] == "rowwise_split_input"
+    assert any("attention here needs the heads of all ranks" in str(miss) for miss in plan.misses)
+    one = make_plan(build(config, torch.float32), ServingSpec())
+    assert {spec.gathered for _, spec in one.attention} == {False}
 
 
 def test_attention_that_would_lose_something_stops_the_plan():

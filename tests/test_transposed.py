@@ -16,7 +16,8 @@ from tfbackend.graph.observe import observe
 from tfbackend.inspection.accounts import keep_accounts
 from tfbackend.inspection.headers import Headers, TensorHeader
 from tfbackend.meta import build
-from tfbackend.plan import _collect_proven, _Planner, draft_plan
+from tfbackend.plan import draft_plan
+from tfbackend.planner import Planner, collect_proven
 from tfbackend.proof import Prover
 from tfbackend.serving import ServingSpec
 from tfbackend.weights import build_weight_map
@@ -101,7 +102,7 @@ def test_every_tensor_reaches_its_place_the_right_way_round(widths, data, ranks)
     with init_empty_weights(include_buffers=False):
         base = OneSite([_Chain(widths, turned)]).eval()
     meta = SimpleNamespace(base=base, base_path="", embedding_path="embed")
-    rewrites, _, _ = _collect_proven(_Planner(meta, ServingSpec(tp_size=ranks), observe(base)), Prover(None))
+    rewrites, _, _ = collect_proven(Planner(meta, ServingSpec(tp_size=ranks), observe(base)), Prover(None))
     plan = SimpleNamespace(rewrites=rewrites, base_path="", head_path=None, tied=False, embedding_path="embed")
     tensors = {name: torch.randn(t.shape) for name, t in base.state_dict().items()}
     layers = {f"model.{r.qualname}": r.layer for r in rewrites if r.fuser == "linear"}

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, YoutuConfig, YoutuForCau
 
 from tests.sites import DIM, HEADS, KV_HEADS, WIDTH, attend, decide, heads
 from tests.test_weights_models import Plan
-from tfbackend.errors import UnsupportedModelError
 from tfbackend.inspection.memory import BLOCK, make_cache
 from tfbackend.layerspecs import AttentionSpec, QKVSpec
 from tfbackend.meta import build
@@ -86,14 +85,15 @@ def attention(q, k, v, qk_dim, v_dim, groups, kv, scale):
     return out[0].transpose(0, 1).flatten(1)
 
 
-def test_latent_attention_is_planned_on_one_rank_and_refused_on_two():
+def test_latent_attention_is_planned_on_one_rank_and_with_heads_gathered_on_two():
     meta = build(YoutuConfig(**LATENT), torch.float32)
     plan, refusals = draft_plan(meta, ServingSpec())
     assert not refusals
     (found,) = plan.attention
     assert (found[1].head_dim, found[1].v_head_dim) == (32, 16)
-    with pytest.raises(UnsupportedModelError, match="heads of a layer cannot be shared out to tensor-parallel ranks"):
-        make_plan(meta, ServingSpec(tp_size=2))
+    assert not found[1].gathered
+    ((_, gathered),) = make_plan(meta, ServingSpec(tp_size=2)).attention
+    assert gathered.gathered
 
 
 # ---- what loading itself changes ----

@@ -140,6 +140,22 @@ def _with_latents(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+def check_stages(config: VllmConfig) -> None:
+    """Refuse what vLLM would crash at: on a CPU it makes room for what a stage is handed only as it compiles.
+
+    Raises:
+        UnsupportedModelError: there are several stages on a CPU, and nothing is compiled.
+    """
+    stages, eager = config.parallel_config.pipeline_parallel_size, config.compilation_config.mode == CompilationMode.NONE
+    if stages > 1 and eager and config.device_config.device_type == "cpu":
+        raise UnsupportedModelError(
+            "vLLM runs pipeline stages on a CPU only where it compiles the model.",
+            where="the engine",
+            found="--enforce-eager",
+            remedy="Serve it without --enforce-eager, or with --pipeline-parallel-size 1",
+        )
+
+
 def settle_cache(config: VllmConfig, plan: Plan) -> None:
     """Tell the engine which cache the plan has; call it before layers are built.
 

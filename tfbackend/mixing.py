@@ -23,9 +23,9 @@ from tfbackend.graph.kinds import kind_key
 from tfbackend.graph.observe import TOKENS, Observation
 from tfbackend.graph.selection import Selection
 from tfbackend.graph.trial import copied, in_float64, materialise, plain_float32, random_inputs
-from tfbackend.layerspecs import AllKeys
 from tfbackend.proof import Prover
 from tfbackend.proof_key import module_key
+from tfbackend.standinspec import AllKeys
 
 _CHANGED = 2
 """The token that is changed; not the middle one, which a reversal would leave in its place."""

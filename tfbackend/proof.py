@@ -30,12 +30,10 @@ from tfbackend.graph.trial import apart, copied, materialise, plain_float32, ran
 from tfbackend.groupedspec import GroupedLinearSpec
 from tfbackend.layerspecs import (
     ActMulSpec,
-    AllKeysSpec,
     AttentionSpec,
     EmbeddingSpec,
     FixedRopeSpec,
     GrownTableSpec,
-    IdleSpec,
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
@@ -51,6 +49,7 @@ from tfbackend.proof_key import content, proof_key
 from tfbackend.proof_parts import ReferenceMoE, SideBySide, Turned, expanded, part_of, place_of, reference_experts
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import keep_defaults
+from tfbackend.standinspec import AllKeysSpec, IdleSpec
 
 TOLERANCE = 2e-5
 """Largest difference allowed, relative to the largest value of the original's output."""

@@ -11,10 +11,10 @@ from tfbackend.errors import UnsupportedModelError
 from tfbackend.fusers.selection import SelectionFuser
 from tfbackend.graph.observe import observe
 from tfbackend.graph.selection import Selection, find_selection
-from tfbackend.layerspecs import AllKeysSpec
 from tfbackend.meta import build
 from tfbackend.plan import make_plan
 from tfbackend.serving import ServingSpec
+from tfbackend.standinspec import AllKeysSpec
 from tfbackend.weights import build_weight_map
 from tfbackend.weights.outcomes import Dropped, Placement
 

@@ -18,11 +18,12 @@ from tests.serve.judge import Verdict, judge
 from tests.serve.matrix.attempt import expect
 from tests.serve.tiny import make_prompts
 
-_TRACED: Mapping[str, Any] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
+TRACED: Mapping[str, Any] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
 WAYS: Mapping[str, Mapping[str, Any]] = {
+    "one rank": {},
     "TP 2": {"tensor_parallel_size": 2},
-    "PP 2": {"pipeline_parallel_size": 2, **_TRACED},
-    "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **_TRACED},
+    "PP 2": {"pipeline_parallel_size": 2, **TRACED},
+    "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **TRACED},
     "EP 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
 NAMES = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
-from tfbackend.layerspecs import IdleSpec
+from tfbackend.standinspec import IdleSpec
 
 
 class IdleFuser:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
 from tfbackend.graph.kinds import tampered
 from tfbackend.graph.selection import Selection
-from tfbackend.layerspecs import AllKeysSpec
+from tfbackend.standinspec import AllKeysSpec
 
 
 class SelectionFuser:

@@ -43,10 +43,8 @@ from tfbackend.layerspecs import (
     ROWWISE_PARTIAL,
     ROWWISE_SPLIT,
     ActMulSpec,
-    AllKeysSpec,
     AttentionSpec,
     EmbeddingSpec,
-    IdleSpec,
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
@@ -59,6 +57,7 @@ from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
 from tfbackend.shortconvspec import ShortConvSpec
 from tfbackend.ssdspec import SSDSpec
+from tfbackend.standinspec import AllKeysSpec, IdleSpec
 from tfbackend.statespec import StateSpec
 
 

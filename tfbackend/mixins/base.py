@@ -56,6 +56,7 @@ class Base(nn.Module):
 
     def _build(self, prefix: str) -> None:
         directory = adapt.cache_directory()
+        adapt.check_stages(self.vllm_config)
         model_config = self.model_config
         config, remote = adapt.hf_config(self.vllm_config), model_config.trust_remote_code
         built = meta.build(config, model_config.dtype, trust_remote_code=remote, task=self.task)
