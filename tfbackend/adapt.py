@@ -146,8 +146,8 @@ def check_stages(config: VllmConfig) -> None:
     Raises:
         UnsupportedModelError: there are several stages on a CPU, and nothing is compiled.
     """
-    stages, eager = config.parallel_config.pipeline_parallel_size, config.compilation_config.mode == CompilationMode.NONE
-    if stages > 1 and eager and config.device_config.device_type == "cpu":
+    stages, mode = config.parallel_config.pipeline_parallel_size, config.compilation_config.mode
+    if stages > 1 and mode == CompilationMode.NONE and config.device_config.device_type == "cpu":
         raise UnsupportedModelError(
             "vLLM runs pipeline stages on a CPU only where it compiles the model.",
             where="the engine",

@@ -32,7 +32,11 @@ def model():
 
 @pytest.mark.parametrize(
     ("start", "stop", "absent", "follows"),
-    [(0, 2, ("layers.2", "layers.3"), True), (1, 3, ("layers.0", "layers.3"), True), (2, 4, ("layers.0", "layers.1"), False)],
+    [
+        (0, 2, ("layers.2", "layers.3"), True),
+        (1, 3, ("layers.0", "layers.3"), True),
+        (2, 4, ("layers.0", "layers.1"), False),
+    ],
 )
 def test_what_a_stage_has(start, stop, absent, follows):
     stage = Stage(PLAN, start, stop)
