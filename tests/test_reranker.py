@@ -10,7 +10,7 @@ from tests.sites import SIZES
 from tfbackend.errors import ConfigError, UnsupportedModelError
 from tfbackend.graph.observe import observe
 from tfbackend.meta import CLASSIFY, build
-from tfbackend.plan import unplanned
+from tfbackend.plan_alone import unplanned
 from tfbackend.reranker import Reranker, classifier_weight, head_finder, reranker_of, settle_labels
 
 HEAD = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]])

@@ -5,7 +5,6 @@ A Plan is the same on every rank and for every pipeline stage; apply filters.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,6 @@ from tfbackend.classifier import ClassifierPlan
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
-from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.numbering import TokenNumbering
 from tfbackend.graph.observe import Observation, needs_masks, observe
@@ -34,18 +32,15 @@ from tfbackend.grouping import Grouped, counts_kept
 from tfbackend.head import HeadPlan
 from tfbackend.inline import Inlined, behind_interface
 from tfbackend.layerspecs import (
-    COLWISE,
-    COLWISE_GATHER,
-    REPLICATED,
     ROWWISE,
     ROWWISE_PARTIAL,
-    ROWWISE_SPLIT,
     AttentionSpec,
 )
-from tfbackend.meta import EMBED, GENERATE, MetaModel
+from tfbackend.meta import GENERATE, MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
 from tfbackend.nativespec import NATIVE_SPECS, NativeSpec
+from tfbackend.plan_alone import run_alone, unplanned
 from tfbackend.plan_reading import explained, parts_read, read_heads, read_token_numbering
 from tfbackend.plan_refusals import (
     attention_refusals,
@@ -69,17 +64,8 @@ from tfbackend.sharing import gather_heads, merged_for_ranks
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import defined_name, scratch
 from tfbackend.statespec import StateSpec
+from tfbackend.styles import tensor_parallel_styles
 from tfbackend.unread import unread_parts
-
-_STYLES = {
-    "colwise": COLWISE,
-    "rowwise": ROWWISE,
-    "colwise_rep": COLWISE_GATHER,
-    "colwise_gather_output": COLWISE_GATHER,
-    "rowwise_rep": ROWWISE_SPLIT,
-    "rowwise_split_input": ROWWISE_SPLIT,
-}
-"""Transformers' names of tensor-parallel styles; every other style keeps whole copies on each rank."""
 
 
 @dataclass(frozen=True)
@@ -221,49 +207,7 @@ def draft_plan(
             if not may_run_alone(meta, serving, [error]):
                 raise
             plan, refusals = unplanned(meta), (error,)
-        return (_alone(plan, refusals), ()) if may_run_alone(meta, serving, refusals) else (plan, refusals)
-
-
-def unplanned(meta: MetaModel) -> Plan:
-    """The plan that leaves a model as it is."""
-    return Plan(
-        architecture=type(meta.model).__name__,
-        rewrites=(),
-        misses=(),
-        head=None,
-        base_path=meta.base_path,
-        embedding_path=meta.embedding_path,
-        head_path=meta.head_path,
-        tied=meta.tied,
-        task=meta.task,
-    )
-
-
-def _alone(plan: Plan, refusals: Sequence[UnsupportedModelError]) -> Plan:
-    """The plan for a model that runs prompt by prompt: nothing is rewritten, and what no embedding follows from is left
-    out."""
-    return replace(
-        plan,
-        rewrites=tuple(r for r in plan.rewrites if r.fuser == "idle") if plan.task == EMBED else (),
-        misses=(),
-        unproven=(),
-        forwards={},
-        methods={},
-        masked=False,
-        numbered=(),
-        classifier=None,
-        numbering=None,
-        typed=False,
-        stages=None,
-        settling=(),
-        alone=tuple({(r.summary, r.found): _reason(r) for r in reversed(refusals)}.values())[::-1],
-    )
-
-
-def _reason(refusal: UnsupportedModelError) -> str:
-    """What a refusal found, without what to do about it."""
-    summary, where, found = refusal.summary.rstrip("."), refusal.where, refusal.found
-    return f"{summary} ({where}: {found})" if found else f"{summary} ({where})"
+        return (run_alone(plan, refusals), ()) if may_run_alone(meta, serving, refusals) else (plan, refusals)
 
 
 def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
@@ -481,21 +425,3 @@ class _Planner:
         if self.serving.tp_size == 1:
             return ()
         return tuple(site.tp_style.get(site.path(name)) for name, _ in site.module.named_children())
-
-
-def tensor_parallel_styles(meta: MetaModel) -> dict[str, str]:
-    """Style by module path relative to the base model, from the plan that the Transformers class carries."""
-    raw = dict(getattr(meta.base, "_tp_plan", None) or {})
-    raw |= dict(getattr(meta.base.config, "base_model_tp_plan", None) or {})
-    styles: dict[str, str] = {}
-    patterns = [(_glob(pattern), _STYLES.get(style, REPLICATED)) for pattern, style in raw.items() if style]
-    for path, module in meta.base.named_modules():
-        if isinstance(module, nn.Linear) or linear_shape(module) is not None:
-            for pattern, style in patterns:
-                if pattern.fullmatch(path) or pattern.fullmatch(f"{meta.base_path}.{path}"):
-                    styles[path] = style
-    return styles
-
-
-def _glob(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))

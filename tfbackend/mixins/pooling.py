@@ -28,7 +28,7 @@ from tfbackend.meta import CLASSIFY, EMBED
 from tfbackend.mixins.alone import AloneMixin
 from tfbackend.mixins.base import MaybeTensor
 from tfbackend.mixins.sentence import settle_sentence
-from tfbackend.plan import unplanned
+from tfbackend.plan_alone import unplanned
 from tfbackend.pooling import MEAN_LOGITS, TOKENWISE, last_real
 from tfbackend.reranker import Reranker, classifier_weight, head_finder, reranker_of, settle_labels
 
