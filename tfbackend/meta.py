@@ -184,7 +184,7 @@ _CLASSIFIERS = {
 
 def _classifier_of(config: PretrainedConfig) -> str:
     """What the class that the checkpoint names ends with, of `_CLASSIFIERS`; "" where that is something else."""
-    named = (getattr(config, "architectures", None) or [""])[0]
+    named = (getattr(config, "architectures", None) or [""])[0].removesuffix("Simple")
     return next((end for end in _CLASSIFIERS if named.endswith(end)), "")
 
 

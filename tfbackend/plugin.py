@@ -22,7 +22,7 @@ _POOLING = (
     "TransformersMoEForSequenceClassification",
 )
 _CLASSIFIER = "ForSequenceClassification"
-_LABELLING = ("ForQuestionAnswering", "RewardModel", "ForRewardModeling")
+_LABELLING = ("ForQuestionAnswering", "ForQuestionAnsweringSimple", "RewardModel", "ForRewardModeling")
 """Ends of the names of classes that give logits, of which vLLM knows nothing, or for which it has one that embeds."""
 _HYBRID = ("TransformersHybridForCausalLM", "TransformersMoEHybridForCausalLM")
 _CLASSES = (*_PLAIN, *_HYBRID, *_ATTENTION_FREE, *_POOLING)

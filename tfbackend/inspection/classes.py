@@ -95,7 +95,7 @@ def class_name(config: Any, architecture: str) -> str:
     return name + ends.get(task, f"{kept_by(config) if text is config else ''}ForCausalLM")
 
 
-_LABELLING = ("ForQuestionAnswering", "ForRewardModeling", "RewardModel")
+_LABELLING = ("ForQuestionAnswering", "ForQuestionAnsweringSimple", "ForRewardModeling", "RewardModel")
 """Ends of names of classes that give logits of labels, which the plugin says to vLLM."""
 
 
