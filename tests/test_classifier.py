@@ -17,6 +17,7 @@ from tfbackend.head import runnable
 from tfbackend.meta import CLASSIFY, build
 from tfbackend.plan import make_plan
 from tfbackend.serving import ServingSpec
+from tfbackend.unread import unread_parts
 
 LABELS, PADDING, VOCABULARY = 3, 2, 50
 
@@ -156,3 +157,19 @@ def test_what_nothing_follows_from_is_left_out():
     config = CONFIG_MAPPING["bert"](**SIZES)
     plan = make_plan(build(config, torch.float32, task="embed"), serving)
     assert [r.qualname for r in plan.rewrites if r.fuser == "idle"] == ["pooler"]
+
+
+@pytest.mark.parametrize(("model_type", "idle"), [("xlnet", frozenset()), ("bert", frozenset({"pooler"}))])
+def test_layers_that_give_alike_are_no_idle_parts(model_type, idle):
+    """xlnet begins and ends with one dropout, and only one of its layers is run: what they give is one tensor."""
+    fields = {"n_layer": 2, "d_model": 32, "n_head": 2, "d_inner": 32} if model_type == "xlnet" else SIZES
+    base = build(CONFIG_MAPPING[model_type](**fields), torch.float32, task="embed").base
+    assert unread_parts(base, observe(base)) == idle
+
+
+def test_starts_and_ends_of_answers_are_labels_of_tokens():
+    config = CONFIG_MAPPING["bert"](**SIZES, num_labels=2)
+    config.architectures = ["BertForQuestionAnswering"]
+    built = build(config, torch.float32, task=CLASSIFY)
+    plan = plan_classifier(built, observe(built.base))
+    assert (plan.pick, plan.labels, plan.modules) == ("each", 2, ("qa_outputs",))

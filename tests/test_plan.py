@@ -16,8 +16,8 @@ from tfbackend.fusers.base import Miss, Rewrite
 from tfbackend.layerspecs import AttentionSpec, QKVSpec
 from tfbackend.meta import build
 from tfbackend.plan import Plan, draft_plan, make_plan
-from tfbackend.planner import tensor_parallel_styles
 from tfbackend.serving import ServingSpec
+from tfbackend.styles import tensor_parallel_styles
 
 
 def llama(**fields):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfbackend.errors import VersionError
-from tfbackend.plugin import _ATTENTION_FREE, _CLASSES, _HYBRID, _admit, _choose, check_versions
+from tfbackend.plugin import _ATTENTION_FREE, _CLASSES, _HYBRID, _POOLING, _admit, _choose, check_versions
 
 vllm_registry = pytest.importorskip("vllm.model_executor.models.registry")
 
@@ -94,7 +94,7 @@ def test_layers_with_state_are_made_known_once(said):
     assert said["resolved-before"] == "TransformersHybridForCausalLM", "vLLM asks for the resolved name again"
     assert said["splits"] == "1", "CUDA graphs must not be captured over the op"
     assert said["state-backend"] == "tfbackend.layers.state.StateBackend"
-    assert said["set-up"] == str([*_ATTENTION_FREE, *_HYBRID])
+    assert said["set-up"] == str([*_ATTENTION_FREE, *_HYBRID, *_POOLING])
     assert said["chooses-once"] == "True"
 
 
@@ -125,6 +125,7 @@ def test_class_is_chosen_by_the_cache_of_transformers(model_type, fields, plain,
 
     class Config:
         hf_config = config
+        runner, architectures = "auto", ("Model",)
 
         def _get_transformers_backend_cls(self):
             return plain
@@ -133,6 +134,47 @@ def test_class_is_chosen_by_the_cache_of_transformers(model_type, fields, plain,
     once = Config._get_transformers_backend_cls
     _choose(Config)
     assert Config._get_transformers_backend_cls is once
+    assert Config()._get_transformers_backend_cls() == chosen
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runner", "plain", "chosen"),
+    [
+        ("BertForQuestionAnswering", "pooling", "TransformersForCausalLM", "TransformersForSequenceClassification"),
+        ("BertForQuestionAnswering", "auto", "TransformersForCausalLM", "TransformersForCausalLM"),
+        ("Qwen2ForRewardModel", "pooling", "TransformersEmbeddingModel", "TransformersForSequenceClassification"),
+        ("BertModel", "pooling", "TransformersEmbeddingModel", "TransformersEmbeddingModel"),
+        (
+            "T5GemmaForSequenceClassification",  # its config has two parts, and both are of text
+            "pooling",
+            "TransformersMultiModalForSequenceClassification",
+            "TransformersForSequenceClassification",
+        ),
+        (
+            "Gemma3ForSequenceClassification",
+            "pooling",
+            "TransformersMultiModalForSequenceClassification",
+            "TransformersMultiModalForSequenceClassification",
+        ),
+    ],
+)
+def test_class_of_what_pools_is_chosen_by_what_it_gives(architecture, runner, plain, chosen):
+    config = SimpleNamespace(get_text_config=lambda: None)
+
+    class Config:
+        hf_config = config
+
+        def __init__(self):
+            self.runner, self.architectures = runner, [architecture]
+
+        def _get_transformers_backend_cls(self):
+            return plain
+
+    if chosen == "TransformersForCausalLM":
+        from transformers import BertConfig
+
+        Config.hf_config = BertConfig()
+    _choose(Config)
     assert Config()._get_transformers_backend_cls() == chosen
 
 

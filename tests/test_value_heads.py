@@ -7,13 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, YoutuConfig, YoutuForCausalLM
+from transformers import (
+    FunnelConfig,
+    FunnelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    YoutuConfig,
+    YoutuForCausalLM,
+)
 
 from tests.sites import DIM, HEADS, KV_HEADS, WIDTH, attend, decide, heads
 from tests.test_weights_models import Plan
 from tfbackend.inspection.memory import BLOCK, make_cache
 from tfbackend.layerspecs import AttentionSpec, QKVSpec
-from tfbackend.meta import build
+from tfbackend.meta import CLASSIFY, build
 from tfbackend.plan import draft_plan, make_plan
 from tfbackend.serving import ServingSpec
 from tfbackend.weights import build_weight_map
@@ -112,3 +119,18 @@ def test_rows_that_transformers_zeroes_when_it_loads(config, cls, tmp_path):
     weight_map = build_weight_map(build(config(**fields), torch.float32).model, Plan())
     assert weight_map.resolve("model.embed_tokens.weight").cleared == zeroed
     assert weight_map.resolve("model.norm.weight").cleared == ()
+
+
+def test_rows_that_a_module_around_the_table_zeroes(tmp_path):
+    """funnel initialises its table from the module that holds it, and so clears a loaded row."""
+    fields = {"vocab_size": 20, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "block_sizes": [1, 1]}
+    config = FunnelConfig(**fields, pad_token_id=3)
+    model = FunnelForSequenceClassification(config)
+    nn.init.ones_(model.funnel.embeddings.word_embeddings.weight)
+    model.save_pretrained(tmp_path)
+    loaded = FunnelForSequenceClassification.from_pretrained(tmp_path).funnel.embeddings.word_embeddings.weight
+    zeroed = tuple((loaded == 0).all(-1).nonzero().flatten().tolist())
+    built = build(config, torch.float32, task=CLASSIFY)
+    plan = Plan(base_path="funnel", head_path=None, tied=False, embedding_path=built.embedding_path)
+    found = build_weight_map(built.model, plan).resolve("funnel.embeddings.word_embeddings.weight")
+    assert found.cleared == zeroed

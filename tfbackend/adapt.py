@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 from vllm import envs
-from vllm.config import CacheConfig, CompilationMode, VllmConfig
+from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -174,6 +174,13 @@ def settle_cache(config: VllmConfig, plan: Plan) -> None:
         model.model_arch_config.head_size = max(whole, default=model.model_arch_config.head_size)
     elif model.use_mla and config.device_config.device_type == "cpu" and cache.block_size % 32:
         cache.block_size = 128
+
+
+def settle_alone(config: VllmConfig, plan: Plan) -> None:
+    """Keep the engine from capturing a model that runs prompt by prompt: how many calls there are is never the same."""
+    if plan.alone:
+        config.compilation_config.mode = CompilationMode.NONE
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
 
 def settle_chunks(config: VllmConfig, plan: Plan) -> None:

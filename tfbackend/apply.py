@@ -43,9 +43,7 @@ def apply_plan(
     if stage is not None:
         leave_out(base, stage)
     here: Callable[[str], bool] = stage.has if stage is not None else lambda _: True
-    for path, rewrites in plan.by_site.items():
-        if here(path):
-            _apply_site(base, path, rewrites, f"{prefix}.{path}", context)
+    replace_layers(plan, base, prefix, context, here)
     for path in filter(here, dict.fromkeys((*plan.forwards, *plan.methods))):
         site = base.get_submodule(path)
         texts = [text[path] for text in (plan.forwards, plan.methods) if path in text]
@@ -55,6 +53,15 @@ def apply_plan(
     _bare_forwards(base, directory, plan.forwards)
     materialise(base, context)
     return base
+
+
+def replace_layers(
+    plan: Plan, base: nn.Module, prefix: str, context: BuildContext, here: Callable[[str], bool] = lambda _: True
+) -> None:
+    """Put those of the plan's layers that are `here` into `base`, and nothing else."""
+    for path, rewrites in plan.by_site.items():
+        if here(path):
+            _apply_site(base, path, rewrites, f"{prefix}.{path}", context)
 
 
 def _apply_site(base: nn.Module, path: str, rewrites: tuple[Rewrite, ...], prefix: str, context: BuildContext) -> None:
@@ -104,7 +111,8 @@ def _bare_forwards(base: PreTrainedModel, directory: Path, edited: Collection[st
 
 
 def materialise(base: nn.Module, context: BuildContext) -> None:
-    """Give a place in memory to every parameter that no vLLM layer made; buffers are real and only move."""
+    """Give a place in memory to every parameter that no vLLM layer made; buffers are real and only move, but for those
+    that a class makes like a parameter, which the checkpoint has."""
     wide = _kept_in_float32(base, context.dtype)
     for path, module in base.named_modules():
         for name, parameter in list(module._parameters.items()):
@@ -115,7 +123,9 @@ def materialise(base: nn.Module, context: BuildContext) -> None:
             data = torch.empty(parameter.shape, dtype=dtype, device=context.device)
             module._parameters[name] = nn.Parameter(data, requires_grad=False)
         for name, buffer in list(module._buffers.items()):
-            if buffer is not None and buffer.device != context.device:
+            if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=context.device)
+            elif buffer is not None and buffer.device != context.device:
                 module._buffers[name] = buffer.to(context.device)
 
 

@@ -107,6 +107,29 @@ def inputs_of(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
     return {"input_ids": ids} | ({"use_cache": False} if "use_cache" in parameters else {})
 
 
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits of labels of what a model gives; those of where an answer starts and ends count as two labels.
+
+    Raises:
+        ValueError: it gives none.
+    """
+    logits = getattr(output, "logits", None)
+    if logits is None and getattr(output, "start_logits", None) is not None:
+        logits = torch.stack((output.start_logits, output.end_logits), -1)
+    if not isinstance(logits, torch.Tensor):
+        raise ValueError("it gives no logits")
+    return logits
+
+
+def _logits_in(traced: Trace) -> fx.Node | None:
+    """Likewise of a traced forward: their node, None where it gives none."""
+    output = traced.output if isinstance(traced.output, dict) else {}
+    found, both = output.get("logits"), (output.get("start_logits"), output.get("end_logits"))
+    if found is None and all(isinstance(node, fx.Node) for node in both):
+        found = traced.graph.call_function(torch.stack, (both, -1))
+    return found if isinstance(found, fx.Node) else None
+
+
 class _Reader:
     """Traces the full model over the known output of its base model, and that from its hidden states on."""
 
@@ -127,7 +150,7 @@ class _Reader:
             traced = trace(meta.model, (), inputs_of(meta.model, ids), known={meta.base_path: output})
         if not traced.complete:
             raise self._refuse(f"its forward was traced only in part: {traced.ended}")
-        logits = traced.output.get("logits") if isinstance(traced.output, dict) else None
+        logits = _logits_in(traced)
         calls = traced.calls(meta.base_path)
         if not isinstance(logits, fx.Node) or len(calls) != 1:
             raise self._refuse(f"it calls {meta.base_path} {len(calls)} times, or gives no logits")
@@ -135,7 +158,7 @@ class _Reader:
         leaves = tree_leaves(output)
         hidden = next((i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)), None)
         for node in calls[0].users:
-            if name_of(node) == "_getitem" and _leads_to(node, logits):
+            if name_of(node) == "_getitem" and leads_to(node, logits):
                 index = node.args[1]
                 given[node] = self.start if index == hidden else self._from_hidden(int(str(index)), ids)
         self.graph.output(self._copy(traced, logits, given, ids))
@@ -223,7 +246,8 @@ def _one_token(x: torch.Tensor, token: int) -> torch.Tensor:
     return torch.full((x.shape[0], 1), token, dtype=torch.long, device=x.device)
 
 
-def _leads_to(node: fx.Node, end: fx.Node) -> bool:
+def leads_to(node: fx.Node, end: fx.Node) -> bool:
+    """Whether `end` is computed from `node`."""
     todo, seen = [end], set[fx.Node]()
     while todo:
         current = todo.pop()
@@ -304,7 +328,7 @@ class _Trials:
         for ids in self._prompts():
             hidden = torch.randn((1, len(ids), self.width), generator=self.generator)
             self.given.hidden = hidden
-            wanted = self.twin(**inputs_of(self.twin, ids[None])).logits
+            wanted = logits_of(self.twin(**inputs_of(self.twin, ids[None])))
             labels = wanted.shape[-1]
             left = [pick for pick in left if self._agrees(pick, hidden, ids, wanted)]
         if not left:
@@ -357,20 +381,3 @@ def _swapped(meta: MetaModel, stand_in: nn.Module) -> Iterator[None]:
         yield
     finally:
         owner._modules[name] = base
-
-
-def unread_parts(base: nn.Module, observation: Observation, read: tuple[str, ...] = ()) -> frozenset[str]:
-    """Paths of modules that the hidden states of a base model do not follow from: its pooler, where it has one.
-
-    Args:
-        read: paths of those that are of use all the same.
-    """
-    known = {path: output for path, output in observation.outputs.items() if path}
-    traced = trace(base, (), model_inputs(base, torch.device("meta")), known=known)
-    hidden = next((n for n in tree_leaves(traced.output) if isinstance(n, fx.Node)), None)
-    if not traced.complete or hidden is None:
-        return frozenset()
-    called = [n for n in traced.graph.nodes if n.op == "call_module"]
-    needed = {str(n.target) for n in called if _leads_to(n, hidden)}
-    idle = {str(n.target) for n in called} - needed
-    return frozenset(path for path in idle if not any(used == path or used.startswith(f"{path}.") for used in read))

@@ -8,6 +8,7 @@ TfbackendError
 │   │   ├── MissingTensorError          a parameter, or one shard of it, that no tensor filled
 │   │   ├── UnexpectedTensorError       a tensor that no parameter takes and no rule drops
 │   │   └── ShapeMismatchError          a tensor that has a taker, of another shape or dtype
+│   ├── RequestError                    a request that the model cannot do
 │   └── VersionError                    a release of vLLM or Transformers that is not supported
 └── PlanConflictError (also an AssertionError)   two rewrites claim one site: a bug of ours, not of the user
 
@@ -87,6 +88,10 @@ class UnexpectedTensorError(CheckpointError):
 
 class ShapeMismatchError(CheckpointError):
     """A tensor of the checkpoint has a parameter to go to, but not its shape or dtype."""
+
+
+class RequestError(UserError):
+    """A request that the model cannot do; others go on."""
 
 
 class VersionError(UserError):

@@ -18,7 +18,7 @@ import transformers
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -49,10 +49,11 @@ class MetaModel:
     Attributes:
         model: the full model, for instance LlamaForCausalLM.
         base_path: path of the base model in it ("model", "transformer" ...), "" where there is no head class.
-        embedding_path: path of the vocabulary embedding.
+        embedding_path: path of the vocabulary embedding; "" where a model that only pools names none.
         head_path: path of the linear that gives logits, None where there is none.
         tied: whether head and embedding are one parameter.
         task: one of TASKS.
+        tokenwise: whether the checkpoint names a class that labels each token, and not the text.
     """
 
     model: PreTrainedModel
@@ -61,6 +62,7 @@ class MetaModel:
     head_path: str | None
     tied: bool
     task: str = GENERATE
+    tokenwise: bool = False
 
     @property
     def base(self) -> PreTrainedModel:
@@ -80,6 +82,14 @@ def register_interfaces() -> None:
 def give_masks(meta: MetaModel) -> None:
     """Let Transformers make the model masks, of one element each."""
     _set_attention(meta.model.config, WITH_MASKS)
+
+
+def give_back_interfaces(meta: MetaModel) -> None:
+    """Let the model attend and go through its experts in Transformers' own ways."""
+    _set_attention(meta.model.config, "eager")
+    for module in meta.model.modules():  # parts of a model may have copies of its config
+        if isinstance(module, PreTrainedModel):
+            _set_attention(module.config, "eager")
 
 
 def build(
@@ -108,10 +118,11 @@ def build(
         setattr(model.config, name, False)
     if task == EMBED:
         return MetaModel(model, *_places_of_base(model), task)
-    base_path, embedding_path, head_path, tied = _places(model)
+    base_path, embedding_path, head_path, tied = _places(model, generates=task == GENERATE)
     if task == CLASSIFY:
         head_path, tied = None, False
-    return MetaModel(model, base_path, embedding_path, head_path, tied, task)
+    tokenwise = task == CLASSIFY and _classifier_of(config) not in ("", "ForSequenceClassification")
+    return MetaModel(model, base_path, embedding_path, head_path, tied, task, tokenwise)
 
 
 def named_config_class(config: PretrainedConfig) -> type[PretrainedConfig] | None:
@@ -158,13 +169,23 @@ def _instantiate(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code
         raise _build_error(config, error) from error
 
 
-_BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError)
+_BUILD_ERRORS = (
+    *(ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RuntimeError, AssertionError),
+    ImportError,  # of a package that the class asks for
+)
 
 
 _CLASSIFIERS = {
     "ForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
     "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
 }
+
+
+def _classifier_of(config: PretrainedConfig) -> str:
+    """What the class that the checkpoint names ends with, of `_CLASSIFIERS`; "" where that is something else."""
+    named = (getattr(config, "architectures", None) or [""])[0].removesuffix("Simple")
+    return next((end for end in _CLASSIFIERS if named.endswith(end)), "")
 
 
 def _auto_class(config: PretrainedConfig, task: str) -> Any:
@@ -175,17 +196,23 @@ def _auto_class(config: PretrainedConfig, task: str) -> Any:
         UnsupportedModelError: it has no classifier for this config.
     """
     if task == EMBED:
-        return AutoModel
+        return AutoModelForTextEncoding if _names_encoder(config) else AutoModel
     if task == GENERATE:
         return AutoModelForCausalLM if _has_causal_class(config) else AutoModel
-    named = (getattr(config, "architectures", None) or [""])[0]
-    name = next((name for name in _CLASSIFIERS if named.endswith(name)), "ForSequenceClassification")
+    name = _classifier_of(config) or "ForSequenceClassification"
     known = getattr(transformers, _CLASSIFIERS[name])
     if f"AutoModel{name}" not in (getattr(config, "auto_map", None) or {}) and type(config) not in known:
         raise UnsupportedModelError(
             f"Transformers has no model {name} for this config.", where=type(config).__name__, remedy=NATIVE
         )
     return getattr(transformers, f"AutoModel{name}")
+
+
+def _names_encoder(config: PretrainedConfig) -> bool:
+    """Whether the checkpoint names the encoder of a model that has a decoder too."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    known = transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
+    return type(config) in known and known[type(config)].__name__ == named
 
 
 def _from_config(auto: Any, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -273,13 +300,13 @@ def check_config(config: PretrainedConfig) -> None:
 
 def _places_of_base(model: PreTrainedModel) -> tuple[str, str, None, bool]:
     """As `_places`, where the whole model is the base model."""
-    return "", _embedding_path(model), None, False
+    return "", _embedding_path(model, needed=False), None, False
 
 
-def _places(model: PreTrainedModel) -> tuple[str, str, str | None, bool]:
+def _places(model: PreTrainedModel, *, generates: bool) -> tuple[str, str, str | None, bool]:
     base = _base_of(model)
     base_path = "" if base is model else next(name for name, module in model.named_modules() if module is base)
-    embedding_path = _embedding_path(model)
+    embedding_path = _embedding_path(model, needed=generates)
     head = model.get_output_embeddings() if base is not model else None
     if head is None and base is not model:
         head = _widest_linear_outside(model, base)
@@ -296,9 +323,11 @@ def _input_embedding(model: PreTrainedModel) -> nn.Module | None:
     return found
 
 
-def _embedding_path(model: PreTrainedModel) -> str:
+def _embedding_path(model: PreTrainedModel, *, needed: bool) -> str:
     embedding = _input_embedding(model)
     paths = [name for name, module in model.named_modules() if module is embedding]
+    if not paths and not needed:
+        return ""
     if not paths:
         raise UnsupportedModelError(
             "The model names no input embedding.",

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from torch import nn
 
-from tfbackend.classifier import ClassifierPlan, unread_parts
+from tfbackend.classifier import ClassifierPlan
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers.base import Miss, Rewrite, Site
 from tfbackend.graph.numbering import TokenNumbering
@@ -23,7 +23,7 @@ from tfbackend.graph.stages import Stages, find_stages
 from tfbackend.graph.statecache import kept_by
 from tfbackend.graph.stateheld import held_sites
 from tfbackend.graph.statepass import keep
-from tfbackend.graph.token_types import has_plain_types
+from tfbackend.graph.token_types import count_types, takes_types
 from tfbackend.graph.trial import plain_float32
 from tfbackend.grouping import Grouped, counts_kept
 from tfbackend.head import HeadPlan
@@ -35,14 +35,22 @@ from tfbackend.meta import GENERATE, MetaModel
 from tfbackend.mixing import mixing_modules
 from tfbackend.mlaspec import MLASpec
 from tfbackend.nativespec import NATIVE_SPECS, NativeSpec
+from tfbackend.plan_alone import run_alone, unplanned
 from tfbackend.plan_reading import explained, parts_read, read_heads, read_token_numbering
-from tfbackend.plan_refusals import attention_refusals, context_refusals, experts_refusals, running_refusals
+from tfbackend.plan_refusals import (
+    attention_refusals,
+    context_refusals,
+    experts_refusals,
+    may_run_alone,
+    running_refusals,
+)
 from tfbackend.planner import Planner, collect_proven
 from tfbackend.positions import Numbered, following_positions
 from tfbackend.proof import Prover
 from tfbackend.refusals import (
     inline_refusal,
     mixing_refusal,
+    nameless_refusal,
     positions_refusal,
     stages_refusal,
     unobserved_refusal,
@@ -52,6 +60,7 @@ from tfbackend.sharing import gather_heads
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import defined_name, scratch
 from tfbackend.statespec import StateSpec
+from tfbackend.unread import unread_parts
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Plan:
         numbering: how the model numbers its tokens by looking at which they are; None where it takes positions.
         typed: whether each call may be given types of tokens.
         settling: (module path, method without arguments) of changes that the model makes to its weights once.
+        types: how many of them there are; 0 where type 0 is not the same as none.
         classifier: what a class does between the hidden states and the logits of its labels, where it is one.
         task, base_path, embedding_path, head_path, tied: see meta.MetaModel.
         layers: path of the list of decoder layers, relative to the base model.
@@ -76,6 +86,7 @@ class Plan:
         masked: whether the model cannot go without the masks that Transformers makes.
         numbered: paths of modules that count tokens themselves and are told the positions instead.
         stages: how the layers can be shared out to pipeline stages; None where there is one.
+        alone: why each prompt is run by itself, in Transformers' own code; empty where prompts run side by side.
     """
 
     architecture: str
@@ -99,6 +110,8 @@ class Plan:
     typed: bool = False
     stages: Stages | None = None
     settling: tuple[tuple[str, str], ...] = ()
+    types: int = 1
+    alone: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         owners: dict[tuple[str, str], Rewrite] = {}
@@ -152,6 +165,8 @@ class Plan:
     @property
     def summary(self) -> str:
         """One line: what was rewritten and how much was not."""
+        if self.alone:
+            return f"each prompt by itself, in Transformers' own code, because: {self.alone[0]}"
         done = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
         missed = f"{len(self.misses)} missed" if self.misses else "none missed"
         unproven = f", {len(self.unproven)} unproven" if self.unproven else ""
@@ -181,11 +196,19 @@ def draft_plan(
     """
     # An engine builds models with its own device and dtype as torch's defaults.
     with plain_float32():
-        return _draft(meta, serving, prover or Prover())
+        try:
+            plan, refusals = _draft(meta, serving, prover or Prover())
+        except UnsupportedModelError as error:
+            if not may_run_alone(meta, serving, [error]):
+                raise
+            plan, refusals = unplanned(meta), (error,)
+        return (run_alone(plan, refusals), ()) if may_run_alone(meta, serving, refusals) else (plan, refusals)
 
 
 def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
     base = meta.base
+    if not meta.embedding_path:
+        raise nameless_refusal(type(base).__name__)
     observation = observe(base)
     directory = (prover.directory.parent / "forwards" if prover.directory else None) or scratch()
     grouped = Grouped()
@@ -250,11 +273,13 @@ def _decide(
     forwards, methods = _texts(plan, planner.sites, inlined, numbered)
     masked = (bool(inlined.methods) or isinstance(observation.selection, Selection)) and needs_masks(base)
     plan = replace(plan, forwards=forwards, methods=methods, masked=masked, numbered=numbered.modules)
-    typed = serving.whole_prompts and has_plain_types(base, observation)
+    types = count_types(base, observation) if serving.whole_prompts else 1
+    typed = serving.whole_prompts and takes_types(base) and types > 0
     stages = find_stages(base, plan.layers) if serving.pp_size > 1 else None
     if stages is not None and stages.problem:
         refusals.append(stages_refusal(stages))
-    plan = replace(plan, numbering=numbering, typed=typed, stages=stages, settling=tuple(observation.settling))
+    settling = tuple(observation.settling)
+    plan = replace(plan, numbering=numbering, typed=typed, types=types, stages=stages, settling=settling)
     return plan, tuple(refusals)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,6 +11,7 @@ from tfbackend.errors import UnsupportedModelError
 from tfbackend.graph.interface import GROUPED
 from tfbackend.graph.observe import Observation
 from tfbackend.inline import Inlined
+from tfbackend.meta import GENERATE, MetaModel
 from tfbackend.refusals import context_refusal, looped_refusal, settling_refusal
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import uneven
@@ -40,6 +41,14 @@ def attention_refusals(
         )
     if serving.tp_size > 1:
         yield from uneven(plan.rewrites, serving.tp_size, ep=serving.ep)
+
+
+def may_run_alone(meta: MetaModel, serving: ServingSpec, refusals: Sequence[UnsupportedModelError]) -> bool:
+    """Whether the model may be called with one prompt at a time instead: it is asked for nothing but what it gives for
+    whole prompts, on one rank and with its own weights, and no option of the engine would help."""
+    plain = serving.whole_prompts and serving.tp_size == serving.pp_size == 1 and serving.quantization is None
+    helpless = any("--" not in (refusal.remedy or "") for refusal in refusals)
+    return meta.task != GENERATE and plain and helpless
 
 
 def context_refusals(plan: Plan, serving: ServingSpec) -> Iterator[UnsupportedModelError]:

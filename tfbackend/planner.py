@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,16 +10,11 @@ from torch import nn
 
 from tfbackend.fusers import FUSERS
 from tfbackend.fusers.base import Fuser, Match, Miss, Rewrite, Site
-from tfbackend.fusers.products import linear_shape
 from tfbackend.graph.kinds import Kind, KindKey, kind_key, tampered
 from tfbackend.graph.observe import Observation
 from tfbackend.layerspecs import (
-    COLWISE,
-    COLWISE_GATHER,
-    REPLICATED,
     ROWWISE,
     ROWWISE_PARTIAL,
-    ROWWISE_SPLIT,
     AttentionSpec,
 )
 from tfbackend.meta import MetaModel
@@ -28,16 +22,7 @@ from tfbackend.mlaspec import MLASpec
 from tfbackend.proof import Prover
 from tfbackend.serving import ServingSpec
 from tfbackend.sharing import merged_for_ranks
-
-_STYLES = {
-    "colwise": COLWISE,
-    "rowwise": ROWWISE,
-    "colwise_rep": COLWISE_GATHER,
-    "colwise_gather_output": COLWISE_GATHER,
-    "rowwise_rep": ROWWISE_SPLIT,
-    "rowwise_split_input": ROWWISE_SPLIT,
-}
-"""Transformers' names of tensor-parallel styles; every other style keeps whole copies on each rank."""
+from tfbackend.styles import tensor_parallel_styles
 
 
 def collect_proven(
@@ -143,21 +128,3 @@ class Planner:
         if self.serving.tp_size == 1:
             return ()
         return tuple(site.tp_style.get(site.path(name)) for name, _ in site.module.named_children())
-
-
-def tensor_parallel_styles(meta: MetaModel) -> dict[str, str]:
-    """Style by module path relative to the base model, from the plan that the Transformers class carries."""
-    raw = dict(getattr(meta.base, "_tp_plan", None) or {})
-    raw |= dict(getattr(meta.base.config, "base_model_tp_plan", None) or {})
-    styles: dict[str, str] = {}
-    patterns = [(_glob(pattern), _STYLES.get(style, REPLICATED)) for pattern, style in raw.items() if style]
-    for path, module in meta.base.named_modules():
-        if isinstance(module, nn.Linear) or linear_shape(module) is not None:
-            for pattern, style in patterns:
-                if pattern.fullmatch(path) or pattern.fullmatch(f"{meta.base_path}.{path}"):
-                    styles[path] = style
-    return styles
-
-
-def _glob(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))

@@ -21,6 +21,9 @@ _POOLING = (
     "TransformersForSequenceClassification",
     "TransformersMoEForSequenceClassification",
 )
+_CLASSIFIER = "ForSequenceClassification"
+_LABELLING = ("ForQuestionAnswering", "ForQuestionAnsweringSimple", "RewardModel", "ForRewardModeling")
+"""Ends of the names of classes that give logits, of which vLLM knows nothing, or for which it has one that embeds."""
 _HYBRID = ("TransformersHybridForCausalLM", "TransformersMoEHybridForCausalLM")
 _CLASSES = (*_PLAIN, *_HYBRID, *_ATTENTION_FREE, *_POOLING)
 _STATE_BACKEND, _STATE_OP = "tfbackend.layers.state.StateBackend", "vllm::tfbackend_state"
@@ -45,6 +48,7 @@ def register() -> None:
         ModelRegistry.register_model(name, f"tfbackend.models:{name}")
     _admit(type(ModelRegistry))
     _keep_state()
+    _settle_pooling()
 
 
 def _keep_state() -> None:
@@ -79,6 +83,33 @@ class _HybridConfig:
         cache_whole(vllm_config)
 
 
+class _Pooling:
+    """What vLLM calls to set up the configs of a model that pools."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Called first, while there is but the model's config."""
+        from tfbackend.reranker import settle_labels
+
+        vars(model_config)["is_encoder_decoder"] = False  # a cached property
+        settle_labels(model_config.hf_config)
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Called last, with all of them."""
+
+
+def _settle_pooling() -> None:
+    """Let the front end know what is not in the config of a model that pools.
+
+    The decoder of one that has an encoder too is given what the encoder is, so to the engine it has none; and a
+    language model that ranks has as many labels as its config names tokens for.
+    """
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    MODELS_CONFIG_MAP.update(dict.fromkeys(_POOLING, _Pooling))
+
+
 def _choose(config_class: Any) -> None:
     original = config_class._get_transformers_backend_cls
     if getattr(original, "asks_for_state", False):
@@ -87,6 +118,10 @@ def _choose(config_class: Any) -> None:
     @wraps(original)
     def choose(self: Any) -> str:
         name: str = original(self)
+        if self.runner == "pooling" and "MultiModal" in name and _takes_text_only(self.architectures):
+            name = name.replace("MultiModal", "")
+        if self.runner == "pooling" and str((self.architectures or [""])[0]).endswith(_LABELLING):
+            return name.replace("ForCausalLM", _CLASSIFIER).replace("EmbeddingModel", _CLASSIFIER)
         if name not in _PLAIN:
             return name
         from tfbackend.graph.statecache import kept_by
@@ -120,6 +155,14 @@ def _admit(registry: Any) -> None:
 
     vars(resolve)["admits_all"] = True
     registry._try_resolve_transformers = resolve
+
+
+def _takes_text_only(architectures: list[str]) -> bool:
+    """Whether the Transformers class takes nothing but text: vLLM takes every config that has parts for one of more."""
+    import transformers
+
+    modalities = getattr(getattr(transformers, (architectures or [""])[0], None), "input_modalities", ())
+    return tuple([modalities] if isinstance(modalities, str) else modalities) == ("text",)
 
 
 @contextmanager

@@ -9,6 +9,15 @@ NATIVE = "Serve it with TFBACKEND_DISABLE=1 if vLLM has a class of its own for t
 """The remedy where nothing about the way of serving would help."""
 
 
+def nameless_refusal(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The model names no input embedding.",
+        where=name,
+        needed="get_input_embeddings() to return a module of the model",
+        remedy="Define get_input_embeddings in the modelling file",
+    )
+
+
 def positions_refusal(path: str, problem: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         "The model numbers its tokens itself, instead of using the positions that it is given.",

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from tests.sites import SIZES
 from tfbackend.graph.numbering import TokenNumbering, numbers_by_tokens, read_numbering, renumbered
 from tfbackend.graph.observe import observe
-from tfbackend.graph.token_types import has_plain_types
+from tfbackend.graph.token_types import count_types
 from tfbackend.meta import build
 from tfbackend.plan import draft_plan
 from tfbackend.serving import ServingSpec
@@ -100,11 +100,19 @@ def test_numbering_of_another_kind_is_not_known():
     assert read_numbering(model, observe(model), "words", 1) == "they are counted in no way that is known"
 
 
-@pytest.mark.parametrize(("model_type", "plain"), [("bert", True), ("albert", True), ("gpt2", False), ("llama", False)])
-def test_types_of_tokens(model_type, plain):
-    """gpt2 looks types up among its words: none is not type 0. llama has none."""
-    base = build(CONFIG_MAPPING[model_type](**SIZES), torch.float32, task="embed").base
-    assert has_plain_types(base, observe(base)) is plain
+@pytest.mark.parametrize(
+    ("model_type", "fields", "types"),
+    [
+        ("bert", {}, 2),
+        ("albert", {}, 2),
+        ("bert", {"type_vocab_size": 1}, 1),  # type 1 would be a row that its table does not have
+        ("gpt2", {}, 0),  # looks types up among its words: none is not type 0
+        ("llama", {}, 1),  # has none
+    ],
+)
+def test_types_of_tokens(model_type, fields, types):
+    base = build(CONFIG_MAPPING[model_type](**SIZES, **fields), torch.float32, task="embed").base
+    assert count_types(base, observe(base)) == types
 
 
 class From(Counts):

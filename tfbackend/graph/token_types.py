@@ -23,23 +23,31 @@ def takes_types(base: nn.Module) -> bool:
     return TYPES in inspect.signature(inspect.unwrap(type(base).forward)).parameters
 
 
-def has_plain_types(base: nn.Module, seen: Observation) -> bool:
-    """Whether the model looks up the same rows of the same tables, in the same order, without types and with types of
-    zero: then it may always be given types."""
+def count_types(base: nn.Module, seen: Observation) -> int:
+    """How many types of tokens the model can be told, up to 2.
+
+    Where it looks up the same rows of the same tables, in the same order, without types and with types of zero, it may
+    always be given types; else there are 0. A model that takes none has all tokens of one type.
+    """
     if not takes_types(base):
-        return False
+        return 1
     zeros = torch.zeros((1, TOKENS), dtype=torch.long)
     tables = [n for n, m in base.named_modules() if isinstance(m, nn.Embedding) and n in seen.calls]
     if not tables or _tables(base, {}) != _tables(base, {TYPES: zeros.to("meta")}):
-        return False
+        return 0
     ids = torch.arange(TOKENS)[None]
     plain: dict[str, Any] = model_inputs(base, torch.device("cpu")) | {"input_ids": ids}
     rehearsal = Rehearsal(base, seen)
     try:
-        one, two = looked_up(rehearsal, tables, plain), looked_up(rehearsal, tables, plain | {TYPES: zeros})
+        one, two, three = (
+            looked_up(rehearsal, tables, plain | given) for given in ({}, {TYPES: zeros}, {TYPES: zeros + 1})
+        )
     except RUN_ERRORS:
-        return False
-    return all(bool((one[name] == two[name]).all()) for name in tables)
+        return 0
+    if not all(bool((one[name] == two[name]).all()) for name in tables):
+        return 0
+    sizes = {name: table.num_embeddings for name, table in base.named_modules() if isinstance(table, nn.Embedding)}
+    return 2 if all(int(three[name].max()) < sizes[name] for name in tables) else 1
 
 
 def _tables(base: nn.Module, given: dict[str, Any]) -> list[str]:

@@ -90,10 +90,21 @@ def class_name(config: Any, architecture: str) -> str:
     """The name that vLLM looks up for `--model-impl transformers`."""
     text = config.get_text_config()
     name = "Transformers" + ("MultiModal" if text is not config else "") + ("MoE" if num_experts(text) else "")
-    architectures = getattr(config, "architectures", None) or [architecture]
-    task = next((task for suffix, task in POOLING_SUFFIXES if architectures[0].endswith(suffix)), "generate")
+    task = task_of(config, architecture)
     ends = {"embed": "EmbeddingModel", "classify": "ForSequenceClassification"}
     return name + ends.get(task, f"{kept_by(config) if text is config else ''}ForCausalLM")
+
+
+_LABELLING = ("ForQuestionAnswering", "ForQuestionAnsweringSimple", "ForRewardModeling", "RewardModel")
+"""Ends of names of classes that give logits of labels, which the plugin says to vLLM."""
+
+
+def task_of(config: Any, architecture: str = "") -> str:
+    """What the class that the config names is served for, one of meta.TASKS; `architecture` stands in for it."""
+    named = (getattr(config, "architectures", None) or [architecture])[0]
+    if named.endswith(_LABELLING):
+        return "classify"
+    return next((task for suffix, task in POOLING_SUFFIXES if named.endswith(suffix)), "generate")
 
 
 def num_experts(text_config: Any) -> int:

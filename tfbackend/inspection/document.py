@@ -14,6 +14,7 @@ from tfbackend import __version__
 from tfbackend.inspection.accounts import Accounts
 from tfbackend.inspection.examine import Inspection
 from tfbackend.inspection.memory import ALLOWANCE, BATCHED_TOKENS, BLOCK, IN_FLIGHT_STEPS, StageMemory
+from tfbackend.inspection.pooling import Pooling
 from tfbackend.inspection.tree import Site
 from tfbackend.inspection.verdict import NOT_SERVED, WORDS, Finding
 
@@ -48,6 +49,17 @@ def document(found: Inspection) -> dict[str, Any]:
         "tp_that_divide": list(found.good_ranks),
         "memory": _memory(found),
         "weights": _weights(found),
+        "pooling": _pooling(found.pooling),
+    }  # fmt: skip
+
+
+def _pooling(pooling: Pooling | None) -> dict[str, Any] | None:
+    if pooling is None:
+        return None
+    modules = [{"path": path, "what": what} for path, what in pooling.modules]
+    return {
+        "task": pooling.task, "of": pooling.which, "labels": pooling.labels, "modules": modules,
+        "alone": list(pooling.alone),
     }  # fmt: skip
 
 

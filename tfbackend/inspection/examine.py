@@ -13,11 +13,12 @@ from tfbackend import meta as meta_stage
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.inspection import layout, memory, verdict
 from tfbackend.inspection.accounts import Accounts, keep_accounts
-from tfbackend.inspection.classes import ServedClass, served_class
+from tfbackend.inspection.classes import ServedClass, served_class, task_of
 from tfbackend.inspection.diffs import ForwardDiff, forward_diffs
 from tfbackend.inspection.headers import Headers
 from tfbackend.inspection.layout import Collective, ServedParameter
 from tfbackend.inspection.memory import Memory
+from tfbackend.inspection.pooling import Pooling, pooling_or_refusal
 from tfbackend.inspection.target import Target, find, pick_dtype
 from tfbackend.inspection.tree import Site, build_tree
 from tfbackend.inspection.verdict import Finding
@@ -88,6 +89,7 @@ class Inspection:
         problems: why it does not serve, () where it does.
         losses: what is lost though it serves.
         good_ranks: usual numbers of tensor-parallel ranks that divide everything.
+        pooling: what a model that pools gives; None of one that generates.
     """
 
     request: Request
@@ -106,6 +108,7 @@ class Inspection:
     problems: tuple[Finding, ...] = field(default=())
     losses: tuple[Finding, ...] = field(default=())
     good_ranks: tuple[int, ...] = field(default=())
+    pooling: Pooling | None = None
 
     @property
     def status(self) -> int:
@@ -125,9 +128,12 @@ def inspect_model(request: Request, progress: Progress = lambda step: None) -> I
     target = find(request.model, trust_remote_code=request.trust_remote_code)
     serving = _serving(request, target)
     progress(STEPS[1])
-    built = meta_stage.build(target.config, serving.dtype, trust_remote_code=request.trust_remote_code)
+    task, code = task_of(target.config), request.trust_remote_code
+    built = meta_stage.build(target.config, serving.dtype, trust_remote_code=code, task=task)
     progress(STEPS[2])
     plan, refusals = draft_plan(built, serving, Prover(request.proofs, request.budget))
+    pooling, more = pooling_or_refusal(built, plan, request.model) if task != meta_stage.GENERATE else (None, [])
+    refusals = (*refusals, *more)
     progress(STEPS[3])
     served = served_class(target.config, plan.architecture)
     parameters = layout.parameters(built, plan, serving.tp_size, serving.dtype, ep=serving.ep)
@@ -155,6 +161,7 @@ def inspect_model(request: Request, progress: Progress = lambda step: None) -> I
         problems=tuple(problems),
         losses=tuple(f for f in verdict.losses(plan, tree, serving) if not refused.issuperset(f.where) or not f.place),
         good_ranks=good,
+        pooling=pooling,
     )
 
 
@@ -190,6 +197,7 @@ def _serving(request: Request, target: Target) -> ServingSpec:
         max_model_len=request.max_model_len or _limit(target.config) or 2048,
         device="cuda",
         compiled=True,
+        whole_prompts=task_of(target.config) != meta_stage.GENERATE,
         mla=_mla(target.config),
         natives=NATIVES,
     )

@@ -32,6 +32,11 @@ def class_lines(found: Inspection) -> list[str]:
     return [f"{served.name}: {' > '.join(served.mro[1:])}", *can, *cannot]
 
 
+def pooling_facts(found: Inspection) -> list[tuple[str, list[str]]]:
+    """What a model that pools gives, under its title; nothing for one that generates."""
+    return [("Pooling", found.pooling.lines())] if found.pooling is not None else []
+
+
 def layout_lines(found: Inspection) -> list[str]:
     """How often ranks exchange, and how KV heads are kept."""
     lines = []

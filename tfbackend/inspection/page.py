@@ -9,7 +9,15 @@ import jinja2
 from tfbackend import __version__
 from tfbackend.inspection import tree as sites
 from tfbackend.inspection.examine import Inspection
-from tfbackend.inspection.facts import accounts_lines, class_lines, layout_lines, memory_lines, stage_lines, title_line
+from tfbackend.inspection.facts import (
+    accounts_lines,
+    class_lines,
+    layout_lines,
+    memory_lines,
+    pooling_facts,
+    stage_lines,
+    title_line,
+)
 from tfbackend.inspection.memory import ALLOWANCE
 from tfbackend.inspection.screen import folded_collectives, folded_parameters
 from tfbackend.inspection.sizes import bytes_text, count_text, shape_text
@@ -47,7 +55,7 @@ def _values(found: Inspection) -> dict[str, Any]:
         "title": title_line(found),
         "tiles": _tiles(found),
         "legend": LEGEND,
-        "facts": (("Class", class_lines(found)), ("Ranks", layout_lines(found)),
+        "facts": (("Class", class_lines(found)), *pooling_facts(found), ("Ranks", layout_lines(found)),
                   ("Memory", [*memory_lines(found), *stage_lines(found)]), ("Weights", accounts_lines(found))),
         "bar": _memory_bar(found),
         "parameters": list(folded_parameters(found)),

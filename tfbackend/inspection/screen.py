@@ -14,7 +14,15 @@ from rich.tree import Tree
 
 from tfbackend.inspection import tree as sites
 from tfbackend.inspection.examine import Inspection
-from tfbackend.inspection.facts import accounts_lines, class_lines, layout_lines, memory_lines, stage_lines, title_line
+from tfbackend.inspection.facts import (
+    accounts_lines,
+    class_lines,
+    layout_lines,
+    memory_lines,
+    pooling_facts,
+    stage_lines,
+    title_line,
+)
 from tfbackend.inspection.layout import ServedParameter
 from tfbackend.inspection.sizes import bytes_text, ranges, shape_text
 from tfbackend.inspection.tree import Site
@@ -91,6 +99,7 @@ def _facts(found: Inspection) -> RenderableType:
     memory = [*memory_lines(found), *stage_lines(found)]
     for title, lines in (
         ("Class", class_lines(found)),
+        *pooling_facts(found),
         ("Ranks", layout_lines(found)),
         ("Memory", memory),
         ("Weights", accounts_lines(found)),

@@ -131,6 +131,8 @@ def memory_findings(memory: Memory) -> Iterator[Finding]:
 
 def losses(plan: Plan, tree: Site, serving: ServingSpec) -> Iterator[Finding]:
     """What is slower, or other than in Transformers, though the model serves."""
+    if plan.alone:
+        yield Finding(f"each prompt is run by itself, in Transformers' own code: {'; '.join(plan.alone)}")
     yield from grouped(
         ((f"not fused, {miss.fuser}: {miss.reason}", "", miss.place), miss.qualname) for miss in plan.misses
     )

@@ -64,6 +64,7 @@ class Base(nn.Module):
         self.serving = adapt.serving_spec(self.vllm_config)
         self.plan: Plan = make_plan(built, self.serving, Prover(directory / "proofs"))
         planned = time.perf_counter()
+        adapt.settle_alone(self.vllm_config, self.plan)
         adapt.settle_chunks(self.vllm_config, self.plan)
         if self.plan.masked:
             meta.give_masks(built)
@@ -73,16 +74,23 @@ class Base(nn.Module):
         self.weight_map = build_weight_map(built.model, self.plan, quantized=self.quant_config is not None)
         path = f"{prefix}.model" if prefix else "model"
         self.stage = this_stage(self.plan.stages, self._inside_base(self.plan.embedding_path), tied=self.plan.tied)
-        self.model = apply_plan(self.plan, built.base, path, self.context, directory / "forwards", self.stage)
+        self.model = self.build_base(built, path)
         check_shared(self.weight_map.shared, self.stage, path)
         share_parameters(self, self.weight_map.shared)
         self.build_head(built, prefix)
         self.seconds = {"plan and proof": planned - begun, "apply": time.perf_counter() - planned}
-        keywords = call_keywords(self.model, torch.empty(0))
-        # A child, for vLLM looks among the modules for one that is compiled before it captures graphs piece by piece.
-        self.decoder = Decoder(vllm_config=self.vllm_config, prefix=path)
-        self.decoder.serve(self.model, keywords, self.plan.numbering, self.stage)
+        if not self.plan.alone:
+            keywords = call_keywords(self.model, torch.empty(0))
+            # A child, for vLLM looks among the modules for one that is compiled before it captures graphs in pieces.
+            self.decoder = Decoder(vllm_config=self.vllm_config, prefix=path)
+            self.decoder.serve(self.model, keywords, self.plan.numbering, self.stage)
         self._announce()
+
+    def build_base(self, built: meta.MetaModel, prefix: str) -> nn.Module:
+        """The base model with what the plan says, at path `prefix` of the served tree, parameters in memory."""
+        forwards = adapt.cache_directory() / "forwards"
+        base: nn.Module = apply_plan(self.plan, built.base, prefix, self.context, forwards, self.stage)
+        return base
 
     def _adopt(self, plan: Plan) -> None:
         """Tell vLLM's quantization and LoRA what is called how, before any layer asks them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from vllm.model_executor.layers.pooler.seqwise import SequencePoolingMethod, get
 from vllm.model_executor.layers.pooler.tokwise import pooler_for_token_classify
 from vllm.sequence import IntermediateTensors
 from vllm.tasks import PoolingTask
+from vllm.tokenizers import get_tokenizer
 from vllm.v1.pool.metadata import PoolingMetadata
 
-from tfbackend import meta
+from tfbackend import adapt, meta
 from tfbackend.apply import materialise
 from tfbackend.classifier import ClassifierPlan
 from tfbackend.errors import UnsupportedModelError
@@ -24,15 +25,18 @@ from tfbackend.grafting import graft
 from tfbackend.graph.token_types import takes_types
 from tfbackend.head import runnable
 from tfbackend.meta import CLASSIFY, EMBED
-from tfbackend.mixins.base import Base, MaybeTensor
+from tfbackend.mixins.alone import AloneMixin
+from tfbackend.mixins.base import MaybeTensor
 from tfbackend.mixins.sentence import settle_sentence
+from tfbackend.plan_alone import unplanned
 from tfbackend.pooling import MEAN_LOGITS, TOKENWISE, last_real
+from tfbackend.reranker import Reranker, classifier_weight, head_finder, reranker_of, settle_labels
 
 _METHODS = {"first": "CLS", "last": "LAST", "mean": "MEAN"}
 """vLLM's names of what is in pooling.PICKS."""
 
 
-class PoolingMixin(Base):
+class PoolingMixin(AloneMixin):
     """A model that is asked for one thing about each prompt, or about each of its tokens.
 
     Attributes:
@@ -70,6 +74,9 @@ class PoolingMixin(Base):
         Raises:
             ValueError: the model takes types, and not having any is something else to it than type 0.
         """
+        if self.plan.alone:
+            assert input_ids is not None, "a model that runs prompt by prompt is given token ids"
+            return self.each_alone(input_ids, positions, token_type_ids)
         if not self.plan.typed:
             if token_type_ids is not None and takes_types(self.model):
                 raise ValueError(f"{self.plan.architecture} cannot be given types of tokens here")
@@ -91,8 +98,9 @@ class EmbeddingMixin(PoolingMixin):
 
     def build_pooler(self, built: meta.MetaModel, config: PoolerConfig) -> DispatchPooler:
         source = _source_of_pooling(self.model_config)
+        both = self.plan.both_ways or bool(self.plan.alone)
         if source == _DEFAULT:
-            config.seq_pooling_type = "CLS" if self.plan.both_ways else "LAST"
+            config.seq_pooling_type = "CLS" if both else "LAST"
         pooler = DispatchPooler.for_embedding(config)
         settle_sentence(self.model_config, pooler, chosen=source == "user")
         return pooler
@@ -103,19 +111,60 @@ class SequenceClassificationMixin(PoolingMixin):
 
     Attributes:
         head: modules of the Transformers class that are not in its base model, at their own paths.
+        reranker: what the config says of tokens that are labels, None where it says nothing.
+        ranked: then the name of the weight that is made of the language model's head.
     """
+
+    reranker: Reranker | None
+    ranked: str
 
     task = CLASSIFY
 
+    def _build(self, prefix: str) -> None:
+        self.reranker = reranker_of(self.config)
+        settle_labels(self.config)
+        super()._build(prefix)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """As Base; of a language model that ranks, with rows of its head as the classifier.
+
+        Raises:
+            UnsupportedModelError: no classifier can be made of it.
+        """
+        return super().load_weights(weights if self.reranker is None else self._ranking(self.reranker, weights))
+
+    def _ranking(
+        self, reranker: Reranker, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        names, remote = self.model_config, self.model_config.trust_remote_code
+        built = meta.build(adapt.hf_config(self.vllm_config), names.dtype, trust_remote_code=remote)
+        tokenizer: Any = get_tokenizer(
+            names.tokenizer, revision=names.tokenizer_revision, trust_remote_code=names.trust_remote_code
+        )
+        ids: list[int] = tokenizer.convert_tokens_to_ids(list(reranker.tokens))
+        return reranker.convert(weights, ids, head_finder(built, unplanned(built)), self.ranked)
+
     def build_pooler(self, built: meta.MetaModel, config: PoolerConfig) -> DispatchPooler:
+        if self.plan.alone:
+            if self.reranker is not None:
+                raise UnsupportedModelError(
+                    "A language model that runs prompt by prompt cannot be made a classifier.",
+                    where=self.plan.architecture,
+                    found=self.plan.alone[0],
+                )
+            return self._settled(built, config)
         plan = self.plan.classifier
         if plan is None:
             name = self.plan.architecture
             raise UnsupportedModelError("The model has no head that gives logits of labels.", where=name)
         classifier = self._classifier(built, plan)
+        if self.reranker is not None:
+            self.ranked = classifier_weight(built.model, plan)
         if plan.pick == TOKENWISE:
             return DispatchPooler({"token_classify": pooler_for_token_classify(config, classifier=classifier)})
-        if _source_of_pooling(self.model_config) != _DEFAULT:
+        if self.reranker is not None and _source_of_pooling(self.model_config) == _DEFAULT:
+            pooling = get_seq_pooling_method("LAST")
+        elif _source_of_pooling(self.model_config) != _DEFAULT:
             pooling = get_seq_pooling_method(config.get_seq_pooling_type())
         elif plan.pick == MEAN_LOGITS:
             made = pooler_for_classify(config, pooling=LogitsPool(classifier))
@@ -123,6 +172,19 @@ class SequenceClassificationMixin(PoolingMixin):
         else:
             pooling = pooling_of(plan)
         return DispatchPooler.for_seq_cls(config, pooling=pooling, classifier=classifier)
+
+    def _settled(self, built: meta.MetaModel, config: PoolerConfig) -> DispatchPooler:
+        """The pooler where each row is logits already, and all rows of a text are alike."""
+        if built.tokenwise:
+            return DispatchPooler({"token_classify": pooler_for_token_classify(config, classifier=_as_is)})
+        if _source_of_pooling(self.model_config) != _DEFAULT:
+            raise UnsupportedModelError(
+                "The pooling of a classifier that runs prompt by prompt cannot be chosen: its class does it.",
+                where=self.plan.architecture,
+                found=f"seq_pooling_type {config.seq_pooling_type}",
+            )
+        made = pooler_for_classify(config, pooling=get_seq_pooling_method("LAST"), classifier=_as_is)
+        return DispatchPooler({"classify": made})
 
     def _classifier(self, built: meta.MetaModel, plan: ClassifierPlan) -> Classifier:
         self.head = nn.Module()
@@ -163,6 +225,10 @@ class Classifier(nn.Module):
         """[tokens, hidden] -> [tokens, labels]."""
         logits: torch.Tensor = vars(self)["run"](hidden.to(self.dtype).unsqueeze(1))
         return logits.flatten(0, 1) if logits.dim() == 3 else logits
+
+
+def _as_is(logits: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 _DEFAULT = "model_default"

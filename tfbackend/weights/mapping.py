@@ -79,7 +79,8 @@ class WeightMap:
         )
         self._places = _Places(plan)
         self._ties = _ties(model, plan, self._states)
-        self._cleared = {join(plan.embedding_path, "weight"): cleared_rows(model, plan.embedding_path)}
+        table = plan.embedding_path
+        self._cleared = {join(table, "weight"): cleared_rows(model, table)} if table else {}
         self._names = {self._places.of(n): n for n in reversed(self._states) if self._is_wanted(n)}
 
     def _is_wanted(self, canonical: str) -> bool:

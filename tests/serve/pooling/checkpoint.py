@@ -37,12 +37,21 @@ class Expected:
     answers: list[list[Any]]
 
 
-@cache
-def architectures() -> tuple[str, ...]:
-    """Every ``model_type`` that the installed Transformers has a classifier of texts for."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+MAPPINGS = {
+    "SequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "TokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "QuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
+"""Where Transformers lists the classes with each head; what has a classifier of texts has a base model that embeds."""
 
-    return tuple(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+
+@cache
+def architectures(head: str = "SequenceClassification") -> tuple[str, ...]:
+    """Every ``model_type`` that the installed Transformers has a class with this head for."""
+    from transformers.models.auto import modeling_auto
+
+    return tuple(getattr(modeling_auto, MAPPINGS[head]))
 
 
 def auto_class(head: str) -> Any:
@@ -86,6 +95,31 @@ def hidden_states(case: Case, folder: str, prompts: list[list[int]]) -> list[Any
         return [base(input_ids=torch.tensor([prompt]), use_cache=False)[0][0].tolist() for prompt in prompts]
 
 
+def next_logits(case: Case, folder: str, prompts: list[list[int]]) -> list[Any]:
+    """Logits [vocabulary] of the token after each prompt, of a language model."""
+    import torch
+
+    make(case, Path(folder))
+    model = _load(case, folder)
+    with torch.inference_mode():
+        return [model(input_ids=torch.tensor([prompt])).logits[0, -1].tolist() for prompt in prompts]
+
+
+def mean_vectors(folder: str, texts: list[str]) -> list[list[float]]:
+    """The mean of the hidden states of each text of a real encoder, of length one, with its own tokenizer."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    vectors = []
+    with torch.inference_mode():
+        for text in texts:
+            mean = model(**tokenizer(text, return_tensors="pt"))[0][0].mean(0)
+            vectors.append((mean / mean.norm()).tolist())
+    return vectors
+
+
 def _load(case: Case, folder: str) -> Any:
     import torch
 
@@ -96,6 +130,8 @@ def _load(case: Case, folder: str) -> Any:
     if bad:
         raise ValueError(f"Transformers cannot load {folder} completely: {bad}")
     model.config.use_cache = False  # some have no cache that a class of theirs asks for
+    model.warn_if_padding_and_no_attention_mask = lambda *_: None  # funnel's config has not the fields that it reads
+    model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model.eval()
 
 
@@ -104,8 +140,16 @@ def _ask(case: Case, model: Any, inputs: list[dict[str, Any]]) -> Expected:
 
     with torch.inference_mode():
         outputs = [model(**given) for given in inputs]
-    answers = [(output.logits if case.head else output[0])[0].tolist() for output in outputs]
+    answers = [_answer(case, output)[0].tolist() for output in outputs]
     return Expected(type(model).__name__, answers)
+
+
+def _answer(case: Case, output: Any) -> Any:
+    import torch
+
+    if case.head == "QuestionAnswering":
+        return torch.stack((output.start_logits, output.end_logits), -1)
+    return output.logits if case.head else output[0]
 
 
 def make(case: Case, folder: Path) -> None:
@@ -144,7 +188,7 @@ def tiny_config(case: Case) -> Any:
     fields = shrunk_fields(config_class, known)
     if "is_decoder" not in known:
         fields.pop("is_decoder", None)
-    labels = {"num_labels": LABELS} if "num_labels" not in fields else {}
+    labels = {"num_labels": 2 if case.head == "QuestionAnswering" else LABELS} if "num_labels" not in fields else {}
     return config_class(**fields, **labels, dtype="float32")
 
 

@@ -68,4 +68,49 @@ def pool(request: Request) -> Pooled:
 
 def _classifier(model: Any) -> str:
     plan = getattr(model, "plan", None)
+    if getattr(plan, "alone", ()):
+        return f"prompt by prompt: {plan.alone[0]}"
     return str(plan.classifier) if getattr(plan, "classifier", None) else ""
+
+
+def pool_after_refusals(folder: str, prompts: list[list[int]]) -> tuple[list[str], list[Any]]:
+    """(what is said to a prompt without its end, and to one with types of tokens; what the prompts get then)."""
+    from vllm import LLM, PoolingParams
+
+    llm = LLM(model=folder, **DEFAULT_ARGS)
+    typed = PoolingParams(task="classify", extra_kwargs={"compressed_token_type_ids": 1})
+    refusals = []
+    for ids, params in (([5, 6, 7], None), (prompts[0], typed)):
+        try:
+            llm.encode([{"prompt_token_ids": ids}], params, pooling_task="classify", use_tqdm=False)
+        except ValueError as error:
+            refusals.append(str(error))
+    params = PoolingParams(task="classify", use_activation=False)
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.encode(given, params, pooling_task="classify", use_tqdm=False)
+    answers = [output.outputs.data.float().tolist() for output in outputs]
+    llm.llm_engine.engine_core.shutdown()
+    return refusals, answers
+
+
+def rank(folder: str, tokens: list[str], query: str, documents: list[str]) -> list[float]:
+    """Scores of documents by a checkpoint of Qwen3's language model, as its users ask vLLM for them."""
+    from vllm import LLM
+
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": tokens,
+                 "is_original_qwen3_reranker": True}  # fmt: skip
+    llm = LLM(model=folder, **DEFAULT_ARGS, hf_overrides=overrides)
+    scores = [output.outputs.score for output in llm.score(query, documents, use_tqdm=False)]
+    llm.llm_engine.engine_core.shutdown()
+    return scores
+
+
+def embed_texts(folder: str, texts: list[str]) -> tuple[str, list[list[float]]]:
+    """(the class that served, vectors of texts by the embedding API)."""
+    from vllm import LLM
+
+    llm = LLM(model=folder, **(DEFAULT_ARGS | {"max_model_len": 256}))
+    vectors = [list(output.outputs.embedding) for output in llm.embed(texts, use_tqdm=False)]
+    name = llm.apply_model(model_class)[0]
+    llm.llm_engine.engine_core.shutdown()
+    return name, vectors

@@ -8,15 +8,20 @@ import pytest
 import torch
 
 from tests.serve.engine import Harness
-from tests.serve.pooling.checkpoint import Case, ask_with_types, hidden_states, make_and_ask
-from tests.serve.pooling.engine import Request, pool
+from tests.serve.pooling.checkpoint import Case, ask_with_types, hidden_states, make_and_ask, next_logits
+from tests.serve.pooling.engine import Request, pool, pool_after_refusals, rank
 from tests.serve.pooling.judge import WITHIN, attempt, farthest, prompts
 
 pytestmark = pytest.mark.engine
 
 OURS = "tfbackend.models.Transformers"
 CLASSIFIERS = ("ForSequenceClassification", "MoEForSequenceClassification")
-EXPECTED = {"SequenceClassification": CLASSIFIERS, "TokenClassification": CLASSIFIERS, "": ("EmbeddingModel",)}
+EXPECTED = {
+    "SequenceClassification": CLASSIFIERS,
+    "TokenClassification": CLASSIFIERS,
+    "QuestionAnswering": CLASSIFIERS,
+    "": ("EmbeddingModel",),
+}
 
 CASES = [
     Case("llama"),  # the last token that is no padding
@@ -31,6 +36,8 @@ CASES = [
     Case("layoutlm"),  # a mask that the model computes, and that hides nothing
     Case("distilbert", "TokenClassification"),
     Case("llama", "TokenClassification"),
+    Case("convbert"),  # prompt by prompt: a convolution over tokens
+    Case("llama", "QuestionAnswering"),
     Case("bert", ""),  # hidden states; the checkpoint has a pooler that is not read
     Case("xlm-roberta", ""),
 ]
@@ -138,6 +145,30 @@ def _write_sentence_files(folder: Path, mode: str, width: int) -> torch.nn.Linea
     return dense
 
 
-def test_encoders_that_see_other_tokens_outside_attention_are_refused(harness: Harness) -> None:
-    verdict = attempt(harness, Case("convbert"))
-    assert verdict.verdict == "refused" and "A layer writes its attention out" in verdict.reason
+def test_requests_that_a_model_cannot_do_are_refused_and_others_go_on(harness: Harness) -> None:
+    """bart takes no types of tokens, and pools the token that ends a text."""
+    case = Case("bart")
+    folder, asked = harness.checkpoint(case.folder), prompts()[:2]
+    wanted = harness.ask_oracle(make_and_ask, case, folder, asked).answers
+    outcome = harness.call(pool_after_refusals, folder, asked, timeout=240)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    refusals, given = outcome.value
+    assert "prompts that have the token 2" in refusals[0]
+    assert "no type 1 of tokens" in refusals[1]
+    assert farthest(given, wanted) <= WITHIN
+
+
+QUERY, DOCUMENTS = "7 8 2 ", ["5 6 7 8", "9", "4 1 4 2 4 3 9"]  # of single digits, as which Qwen reads numbers
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_language_models_rank_by_the_logits_of_two_tokens(harness: Harness, tied: bool) -> None:
+    """Through the score API: the probability of the second token against that of the first, after the last token."""
+    case = Case("qwen3", "CausalLM", fields={"tie_word_embeddings": tied})
+    folder = harness.checkpoint(case.folder)
+    pairs = [[*map(int, f"{QUERY}{document}".split())] for document in DOCUMENTS]
+    logits = harness.ask_oracle(next_logits, case, folder, pairs)
+    wanted = [[torch.tensor([row[11], row[13]]).softmax(0)[1].item()] for row in logits]
+    outcome = harness.call(rank, folder, ["11", "13"], QUERY, DOCUMENTS, timeout=240)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert farthest([[score] for score in outcome.value], wanted) <= WITHIN

@@ -1,0 +1,62 @@
+"""Refuses requests that a model cannot do when they come in: later, an error would end the engine.
+
+vLLM has no place where a model says so. This is the third patch of vLLM, set in the process that has the model. Where
+that is the engine's own, `EngineCore.preprocess_add_request` looks at the request first, and vLLM makes of an error the
+end of that request; where it is the user's, `InputProcessor.process_inputs` looks at it before anyone knows of it.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import InputProcessor
+
+from tfbackend.alone import Limits
+from tfbackend.errors import RequestError
+
+_limits: dict[str, Limits] = {}
+"""What may be asked of the models in this process, by the id that vLLM gives a config."""
+
+
+def guard_requests(config: VllmConfig, limits: Limits) -> None:
+    """From now on hold the requests for the model of this config against its limits."""
+    _limits[config.instance_id] = limits
+    _look_first(EngineCore, "preprocess_add_request", before=True)
+    _look_first(InputProcessor, "process_inputs", before=False)
+
+
+def _look_first(owner: Any, name: str, *, before: bool) -> None:
+    """Let a method check the request: the one that it is given, `before` it does anything, or the one that it makes."""
+    original = getattr(owner, name)
+    if getattr(original, "checks_requests", False):
+        return
+
+    @wraps(original)
+    def checking(self: Any, *args: Any, **keywords: Any) -> Any:
+        if before:
+            check_request(_limits.get(self.vllm_config.instance_id), args[0] if args else keywords["request"])
+        made = original(self, *args, **keywords)
+        if not before:
+            check_request(_limits.get(self.vllm_config.instance_id), made)
+        return made
+
+    vars(checking)["checks_requests"] = True
+    setattr(owner, name, checking)
+
+
+def check_request(limits: Limits | None, request: EngineCoreRequest) -> None:
+    """Refuse a request that is outside the limits.
+
+    Raises:
+        RequestError: it is.
+    """
+    ids = request.prompt_token_ids
+    if limits is None or ids is None or request.pooling_params is None:
+        return
+    told = (request.pooling_params.extra_kwargs or {}).get("compressed_token_type_ids")
+    if problem := limits.problem(ids, told):
+        raise RequestError("The request is refused.", where=request.request_id, found=problem)
