@@ -43,6 +43,12 @@ def parameter_count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def query_heads(model: Any) -> int:
+    """Query heads of all attention layers of this rank."""
+    layers = model.vllm_config.compilation_config.static_forward_context.values()
+    return sum(layer.num_heads for layer in layers if hasattr(layer, "num_heads"))
+
+
 def model_class(model: Any) -> str:
     """The full name of the class that serves."""
     return f"{type(model).__module__}.{type(model).__qualname__}"

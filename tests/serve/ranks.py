@@ -51,7 +51,7 @@ def serve(harness: Harness, name: str, way: str) -> tuple[Served | str, Verdict 
     prompts = tuple(map(tuple, make_prompts()))
     args = dict(WAYS[way])
     request = Request(
-        harness.checkpoint(name), (prompts,), engine_args=args, inspect=probes.parameter_count, timeout=280
+        harness.checkpoint(name), (prompts,), engine_args=args, inspect=probes.query_heads, timeout=280
     )
     outcome = harness.serve(request)
     if not outcome.ok:

@@ -147,6 +147,19 @@ def _wrong_shard() -> None:
     _before_placing(change)
 
 
+def _lost_between_stages() -> None:
+    """A stage goes on from nothing in place of what the stage before it made."""
+    from tfbackend.layers.stages import AbsentLayer
+
+    right = AbsentLayer.forward
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.tfb_received = None
+        return right(self, *args, **kwargs)
+
+    AbsentLayer.forward = wrong
+
+
 def _dropped_attention_cap() -> None:
     _change_attention(soft_cap=lambda cap: None)
 
@@ -205,6 +218,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "head never tied": _head_never_tied,
     "state leaked between requests": _leaked_state,
     "wrong shard on rank 1": _wrong_shard,
+    "hidden states lost between stages": _lost_between_stages,
     "attention soft cap dropped": _dropped_attention_cap,
     "logits soft cap dropped": _dropped_logits_cap,
     "expert order permuted": _permuted_experts,

@@ -13,6 +13,9 @@ from tfbackend.verification.ladder import Report, Request, climb
 from tfbackend.verification.processes import Outcome
 from tfbackend.verification.workers import Workers
 
+RANK_FAULTS = {"wrong shard on rank 1": "tp2", "hidden states lost between stages": "pp2"}
+"""Faults that show on several ranks alone, and the rung that says so."""
+_SIZES = {"tp2": "tensor_parallel_size", "pp2": "pipeline_parallel_size"}
 ROOT = Path(__file__).resolve().parents[2]
 _ENTRY_POINTS = "[vllm.general_plugins]\ntfbackend_planted_faults = tests.verification.faults:plant\n"
 _METADATA = "Metadata-Version: 2.1\nName: tfbackend-planted-faults\nVersion: 0\n"
@@ -45,8 +48,8 @@ class Planter:
 
     def serve(self, request: EngineRequest) -> Outcome:
         """An engine with the fault; one without it where the fault needs two ranks to show."""
-        ranks = request.options.get("tensor_parallel_size", 1)
-        fault = "" if self.fault == "wrong shard on rank 1" and ranks == 1 else self.fault
+        size = _SIZES.get(RANK_FAULTS.get(self.fault, ""))
+        fault = "" if size is not None and request.options.get(size, 1) == 1 else self.fault
         key = (str(request), fault)
         if key not in self._served:
             self._served[key] = self.workers.serve(request, env={VARIABLE: fault})

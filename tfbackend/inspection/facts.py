@@ -37,14 +37,19 @@ def pooling_facts(found: Inspection) -> list[tuple[str, list[str]]]:
     return [("Pooling", found.pooling.lines())] if found.pooling is not None else []
 
 
+def _a_layer(found: Inspection, kind: str) -> str:
+    """How often each layer exchanges in this way; "" for never."""
+    per_layer = Counter(c.layer for c in found.collectives if c.layer is not None and c.kind == kind)
+    return " or ".join(map(str, sorted(set(per_layer.values()))))
+
+
 def layout_lines(found: Inspection) -> list[str]:
     """How often ranks exchange, and how KV heads are kept."""
     lines = []
-    per_layer = Counter(c.layer for c in found.collectives if c.layer is not None and c.kind == "all-reduce")
-    counts = sorted(set(per_layer.values()))
     if found.serving.tp_size > 1:
-        each = " or ".join(map(str, counts)) or "no"
-        lines.append(f"{each} all-reduces a layer, one after the embedding, one gather of the logits")
+        reduced, gathered = (_a_layer(found, kind) for kind in ("all-reduce", "all-gather"))
+        each = f"{reduced or 'no'} all-reduces" + (f" and {gathered} all-gathers" if gathered else "")
+        lines.append(f"{each} a layer, one after the embedding, one gather of the logits")
         copies = max((p.replicas for p in found.parameters), default=1)
         lines += [f"each KV head is kept on {copies} ranks"] if copies > 1 else []
     good = [n for n in found.good_ranks if n > 1]

@@ -20,6 +20,7 @@ from tfbackend.layerspecs import (
     ROWWISE,
     ROWWISE_PARTIAL,
     ROWWISE_SPLIT,
+    AttentionSpec,
     EmbeddingSpec,
     LinearSpec,
     MergedLinearSpec,
@@ -261,6 +262,8 @@ def collectives(plan: Plan) -> list[Collective]:
         kind = ""
         if isinstance(spec, LinearSpec):
             kind = _EXCHANGES.get(spec.style, "")
+        elif isinstance(spec, AttentionSpec):
+            kind = "all-gather" if spec.gathered else ""
         elif isinstance(spec, (EmbeddingSpec, MoESpec, *NATIVE_SPECS)) or (
             isinstance(spec, ExpertsSpec) and spec.kernel
         ):

@@ -190,7 +190,13 @@ class _Climber:
         return self.running.ranks()
 
     def _stages(self) -> Finding:
-        return Finding(NOT_RUN, needs="a class that is served in stages; tfbackend has none yet")
+        if missing := room_for(2):
+            return Finding(NOT_RUN, needs=missing)
+        plan, refusals = self.structure.plan_for(stages=2)
+        if refusals or plan.stages is None or plan.stages.count < 2:
+            found = refusals[0] if refusals else "it has one layer"
+            return Finding(NOT_RUN, needs=f"a model that two stages can share: {found}")
+        return self.running.stages()
 
 
 def _kinds(plan: Plan) -> set[str]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from tfbackend.verification.answers import Answer, EngineRequest, Prompt, Served
 from tfbackend.verification.engine_log import died, loaded_before
 from tfbackend.verification.judge import MARGIN, Verdict, judge, top_distance
+from tfbackend.verification.machine import devices
 from tfbackend.verification.processes import Outcome
 from tfbackend.verification.prompts import TOKENS, Prompts
 from tfbackend.verification.rungs import FAIL, NOT_RUN, PASS, UNKNOWN, Finding
@@ -189,6 +190,13 @@ class Running:
     def ranks(self) -> Finding:
         """On two tensor-parallel ranks, against one."""
         return self._against_plain(self._serve((self.asked,), tensor_parallel_size=2), "one rank")
+
+    def stages(self) -> Finding:
+        """On two pipeline stages, against one. vLLM runs those on a CPU only where it compiles, if only by tracing."""
+        options: dict[str, Any] = {"pipeline_parallel_size": 2}
+        if not devices():
+            options |= {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
+        return self._against_plain(self._serve((self.asked,), **options), "one stage")
 
     def _against_plain(self, outcome: Outcome, whose: str) -> Finding:
         """Answers to `asked` in one batch, against the plain engine's."""

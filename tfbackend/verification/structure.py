@@ -72,10 +72,11 @@ class Structure:
             return Finding(UNKNOWN, f"{figure}, {len(plan.unproven)} unproven", detail=_some(plan.unproven))
         return Finding(PASS, figure, float(len(plan.rewrites)), "rewrites")
 
-    def plan_for(self, ranks: int) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
-        """The plan in float32 for so many tensor-parallel ranks, and why it may not be served with it."""
+    def plan_for(self, ranks: int = 1, stages: int = 1) -> tuple[Plan, tuple[UnsupportedModelError, ...]]:
+        """The plan in float32 for so many tensor-parallel ranks and pipeline stages, and why it may not be served with
+        it."""
         assert self.built is not None
-        serving = ServingSpec(dtype=torch.float32, tp_size=ranks)
+        serving = ServingSpec(dtype=torch.float32, tp_size=ranks, pp_size=stages)
         return draft_plan(self.built, serving, Prover(self.proofs, _PROOF_SECONDS))
 
     def account(self, headers: Headers) -> Finding:
