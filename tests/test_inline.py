@@ -469,6 +469,19 @@ def test_inspect_shows_what_was_cut():
     assert "+    outputs = [inline_attention(self, q, k.transpose(-1, -2), v)]" in diff.text
 
 
+@pytest.mark.parametrize("heads", [4, 9])
+def test_slopes_of_a_rounded_bias_are_those_of_the_model(heads):
+    """Falcon rounds slopes to bfloat16, which holds powers of two and not those between, and what it makes of them."""
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+    fields = {"hidden_size": 32 * heads, "num_attention_heads": heads, "num_hidden_layers": 1, "alibi": True}
+    meta = build(CONFIG_MAPPING["falcon"](**fields, vocab_size=64), torch.float32)
+    ((_, spec),) = make_plan(meta, ServingSpec(max_model_len=256)).attention
+    of_one_token = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    ratios = torch.tensor(spec.alibi_slopes) / of_one_token
+    assert torch.allclose(ratios, ratios[0].expand(heads), rtol=1e-6, atol=0)
+
+
 def test_several_ranks_have_the_heads_of_all():
     """The code counts them; the ranks share out the KV cache, and the projections that they put together again."""
     meta = build(CONFIG_MAPPING["bloom"](**BLOOM, n_head=4), torch.float32)

@@ -92,16 +92,17 @@ def own_rounding(folder: str, prompts: list[list[int]], answers: list[Answer]) -
 
 
 def make_and_ask_unrounded(variant: Variant, folder: str, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
-    """As `make_and_ask`, but where the model rounds on its way in float32 to bfloat16, it does not."""
+    """As `make_and_ask`, but with a bias of ALiBi that is not rounded; see `unrounded_bias`."""
     with unrounded_bias():
         return make_and_ask(variant, folder, prompts, max_tokens)
 
 
 def unrounded_bias() -> AbstractContextManager[Any]:
-    """Keep falcon from rounding the bias of its ALiBi, which vLLM's attention makes itself, in float32."""
+    """Let falcon round the slopes of its ALiBi to bfloat16, and not what it makes of them: vLLM's attention multiplies
+    slopes and distances by itself, in float32."""
     import torch
 
-    return mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor)
+    return mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.to(torch.bfloat16).to(tensor.dtype))
 
 
 def dropped_vectors(folder: str, prompts: list[list[int]], answers: list[Answer]) -> dict[str, float]:

@@ -235,7 +235,11 @@ def measure(one: InlineAttention, two: InlineAttention) -> Measured:
     if not (moved - scale * by).abs().max() <= _EXACT * moved.abs().max():
         raise InlineError("its scores are no multiple of query times key, something added aside")
     added = torch.where(seen, one.logits.double() - scale * one.products, 0.0)
-    return Measured(scale, *_slopes(added, seen, one.logits[seen].abs().max().item()))
+    size = one.logits[seen].abs().max().item()
+    slopes, rounded = _slopes(added, seen, size)
+    if slopes is not None and rounded:
+        slopes = _before_rounding(slopes, scale, added, seen, size)
+    return Measured(scale, slopes, rounded)
 
 
 def _slopes(added: torch.Tensor, seen: torch.Tensor, size: float) -> tuple[tuple[float, ...] | None, bool]:
@@ -253,6 +257,18 @@ def _slopes(added: torch.Tensor, seen: torch.Tensor, size: float) -> tuple[tuple
         raise InlineError("what it adds to the scores does not grow evenly with the distance of two tokens")
     rounded = off > _EXACT * size
     return tuple(map(_plain, slopes.tolist())), rounded
+
+
+def _before_rounding(
+    slopes: tuple[float, ...], scale: float, added: torch.Tensor, seen: torch.Tensor, size: float
+) -> tuple[float, ...]:
+    """The slopes that were rounded to bfloat16 before they were multiplied with positions and rounded once more, if
+    that is how all that was added came about; else those given, the line through what it was rounded to."""
+    exact = torch.tensor(slopes, dtype=torch.float64).div(scale).to(torch.bfloat16)
+    positions = torch.arange(added.shape[-1], dtype=torch.bfloat16)
+    again = (exact[:, None] * positions).double() * scale
+    off = torch.where(seen, added - added[..., :1] - again[:, None, :], 0.0).abs().max().item()
+    return tuple(map(_plain, (exact.double() * scale).tolist())) if off <= _EXACT * size else slopes
 
 
 def check_rises(measured: Measured, rises: torch.Tensor, size: float) -> Measured:
