@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from tfbackend.deltaspec import DeltaSpec
 from tfbackend.shortconvspec import ShortConvSpec
 from tfbackend.ssdspec import SSDSpec
 from tfbackend.statespec import StateSpec
 
-NativeSpec = SSDSpec | ShortConvSpec
-NATIVE_SPECS = (SSDSpec, ShortConvSpec)
+NativeSpec = SSDSpec | ShortConvSpec | DeltaSpec
+NATIVE_SPECS = (SSDSpec, ShortConvSpec, DeltaSpec)
 StatefulSpec = StateSpec | NativeSpec
 
 

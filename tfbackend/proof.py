@@ -296,7 +296,7 @@ def _reference_child(name: str, spec: LayerSpec, rewrite: Rewrite, original: nn.
     if isinstance(spec, ExpertsSpec):
         return reference_experts(spec, original)
     if isinstance(spec, NATIVE_SPECS):
-        return spec.reference().bind(original, {e.target.removeprefix(f"{name}."): e.source for e in rewrite.weights})
+        return spec.reference().bind(original, {e.place.removeprefix(f"{name}."): e.source for e in rewrite.weights})
     if isinstance(spec, MoESpec):
         return ReferenceMoE(spec, name, rewrite.weights, original)
     assert isinstance(spec, (ActMulSpec, NormSpec, EmbeddingSpec, LinearSpec, RotarySpec))

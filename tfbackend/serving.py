@@ -34,8 +34,8 @@ class MLASizes:
 
 MLA_OFF = "the engine was not asked for it"
 NATIVE_OFF = "the engine was not asked for one"
-MAMBA2, SHORT_CONV = "mamba2", "short_conv"
-NATIVES = frozenset({MAMBA2, SHORT_CONV})
+MAMBA2, SHORT_CONV, GATED_DELTA = "mamba2", "short_conv", "gated_delta"
+NATIVES = frozenset({MAMBA2, SHORT_CONV, GATED_DELTA})
 """Kinds of mixers with state that an engine may have layers of its own for."""
 
 

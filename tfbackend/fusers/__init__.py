@@ -18,7 +18,7 @@ from tfbackend.fusers.looped_experts import LoopedExpertsFuser
 from tfbackend.fusers.merged_column import MergedColumnFuser
 from tfbackend.fusers.mla import MLAFuser
 from tfbackend.fusers.moe import MoEFuser
-from tfbackend.fusers.native import ShortConvFuser, SSDFuser
+from tfbackend.fusers.native import DeltaFuser, ShortConvFuser, SSDFuser
 from tfbackend.fusers.norm import NormFuser
 from tfbackend.fusers.packed_qkv import PackedQKVFuser
 from tfbackend.fusers.qkv import QKVFuser
@@ -29,6 +29,7 @@ from tfbackend.fusers.state import StateFuser
 FUSERS: tuple[Fuser, ...] = (
     SSDFuser(),
     ShortConvFuser(),
+    DeltaFuser(),
     StateFuser(),
     SelectionFuser(),
     IdleFuser(),

@@ -60,6 +60,11 @@ class WeightEntry:
     shard: str | int | None = None
     transposed: bool = False
 
+    @property
+    def place(self) -> str:
+        """The target and, behind it, the shard, as one name."""
+        return self.target if self.shard is None else f"{self.target}.{self.shard}"
+
 
 @dataclass(frozen=True)
 class Rewrite:

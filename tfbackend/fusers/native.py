@@ -5,7 +5,7 @@
 
 as the state fuser has it, but for the layer: it computes with kernels of the engine and not with the mixer's code, its
 parameters are shared out among ranks, and so is the state. What a mixer is as such a layer is told from its shapes and
-then from its numbers (graph/ssd.py); where it is none, the state fuser has it.
+then from its numbers (graph/ssd.py, graph/shortconv.py, graph/delta.py); where it is none, the state fuser has it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from tfbackend.deltaspec import DeltaSpec
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site, WeightEntry
 from tfbackend.fusers.state import LAYER, body_edit
+from tfbackend.graph.delta import find_delta, read_delta
 from tfbackend.graph.kinds import tampered
 from tfbackend.graph.shortconv import find_short_conv, read_short_conv
 from tfbackend.graph.ssd import SSDParts, find_ssd, read_ssd, scaled
 from tfbackend.graph.stateful import find_state
-from tfbackend.serving import MAMBA2, NATIVE_OFF, SHORT_CONV, ServingSpec
+from tfbackend.serving import GATED_DELTA, MAMBA2, NATIVE_OFF, SHORT_CONV, ServingSpec
 from tfbackend.shortconvspec import ShortConvSpec
 from tfbackend.ssdspec import SSDSpec
 from tfbackend.statespec import StateSpec
@@ -55,7 +57,8 @@ class NativeFuser:
         raise NotImplementedError
 
     def places(self, weights: Any) -> Mapping[str, str]:
-        """What the layer calls each weight -> the name in the mixer."""
+        """What the layer calls each weight -> the name in the mixer; behind the name of a linear that is made of
+        several, the number of the shard."""
         raise NotImplementedError
 
     def own(self, spec: Any, module: nn.Module) -> Any:
@@ -77,9 +80,10 @@ class NativeFuser:
         if hasattr(site.module, LAYER):
             return self._miss(site, f"already has an attribute called {LAYER}")
         found = self.read(site.module, state, found)
-        if isinstance(found, str):
-            return self._miss(site, found)
-        weights = tuple(WeightEntry(name, f"{LAYER}.{place}") for place, name in self.places(found[1]).items())
+        problem = found if isinstance(found, str) else found[0].problem(site.serving)
+        if problem:
+            return self._miss(site, problem)
+        weights = tuple(_entry(place, name) for place, name in self.places(found[1]).items())
         roles = {"spec": found[0], "weights": weights, "hidden": state.hidden}
         return Match(roles, (body_edit(site.source, state.hidden, self.name),), site.inside | {LAYER})
 
@@ -101,9 +105,15 @@ class NativeFuser:
             claims=match.claims,
             captured=(
                 ("tokens", match.roles["hidden"]),
-                *((e.target.removeprefix(f"{LAYER}."), e.source) for e in weights),
+                *((e.place.removeprefix(f"{LAYER}."), e.source) for e in weights),
             ),
         )
+
+
+def _entry(place: str, name: str) -> WeightEntry:
+    """Where the weight `name` of a mixer goes."""
+    target, _, shard = place.rpartition(".")
+    return WeightEntry(name, f"{LAYER}.{target}", int(shard)) if shard.isdigit() else WeightEntry(name, f"{LAYER}.{place}")
 
 
 class SSDFuser(NativeFuser):
@@ -140,6 +150,24 @@ class ShortConvFuser(NativeFuser):
         self, module: nn.Module, state: StateSpec, found: tuple[ShortConvSpec, dict[str, str]]
     ) -> tuple[ShortConvSpec, dict[str, str]] | str:
         return read_short_conv(module, state, found)
+
+    def places(self, weights: Mapping[str, str]) -> Mapping[str, str]:
+        return weights
+
+
+class DeltaFuser(NativeFuser):
+    """A gated delta rule."""
+
+    name: ClassVar[str] = GATED_DELTA
+    kind: ClassVar[str] = GATED_DELTA
+
+    def find(self, module: nn.Module, state: StateSpec) -> tuple[DeltaSpec, dict[str, str]] | str:
+        return find_delta(module, state)
+
+    def read(
+        self, module: nn.Module, state: StateSpec, found: tuple[DeltaSpec, dict[str, str]]
+    ) -> tuple[DeltaSpec, dict[str, str]] | str:
+        return read_delta(module, state, found)
 
     def places(self, weights: Mapping[str, str]) -> Mapping[str, str]:
         return weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tfbackend.graph.statecache import run_alone
+from tfbackend.graph.statecache import advance, run_alone, tensors_of
 from tfbackend.graph.trial import apart
 from tfbackend.statespec import StateSpec
 
@@ -32,6 +33,17 @@ def depthwise(module: nn.Module, channels: int, kernel: int) -> list[str]:
         for name, child in module.named_children()
         if isinstance(child, nn.Conv1d) and tuple(child.weight.shape) == (channels, 1, kernel)
     ]
+
+
+def vectors_of(module: nn.Module, size: int) -> list[str]:
+    """Parameters of the module itself that are vectors of this size."""
+    return [name for name, p in module._parameters.items() if p is not None and tuple(p.shape) == (size,)]
+
+
+def small_numbers(module: nn.Module) -> list[float]:
+    """What a module has for attributes that may be an eps."""
+    values = inspect.getmembers(module, lambda value: isinstance(value, float))
+    return [value for _, value in values if 0.0 <= value < 0.1]
 
 
 def stray_weights(module: nn.Module, known: set[str]) -> list[str]:
@@ -73,6 +85,18 @@ def run_whole(mixer: nn.Module, spec: StateSpec, hidden: torch.Tensor) -> torch.
     made = output[0] if spec.tupled else output
     assert isinstance(made, torch.Tensor)
     return made
+
+
+def run_decoding(mixer: nn.Module, spec: StateSpec, hidden: torch.Tensor, prompt: int) -> torch.Tensor:
+    """The same of one request whose tokens after the first `prompt` come one by one."""
+    states = [torch.zeros((1, *state.shape)) for state in spec.states]
+    given, at = list[torch.Tensor](), 0
+    for size in (prompt, *[1] * (hidden.shape[1] - prompt)):
+        part = hidden[:, at : at + size].clone()
+        output, states = advance(type(mixer).forward, mixer, spec, part, states, fresh=at == 0)
+        given += tensors_of(output, spec)
+        at += size
+    return torch.cat(given, dim=1)
 
 
 def apart_from(

@@ -6,7 +6,6 @@ the same weights. Which vector is which, what the norm is and how the time step 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,8 +16,17 @@ import torch
 from torch import nn
 
 from tfbackend.graph.interface import RUN_ERRORS, answering, unattended
-from tfbackend.graph.mixerparts import Seen, depthwise, linears_of, run_whole, stray_weights, watching
-from tfbackend.graph.statecache import advance, tensors_of
+from tfbackend.graph.mixerparts import (
+    Seen,
+    depthwise,
+    linears_of,
+    run_decoding,
+    run_whole,
+    small_numbers,
+    stray_weights,
+    vectors_of,
+    watching,
+)
 from tfbackend.graph.statetrial import TOLERANCE, whole_numbers
 from tfbackend.graph.trial import apart, materialise, plain_float32
 from tfbackend.ssdspec import NO_LIMIT, SSDReference, SSDSpec
@@ -92,7 +100,7 @@ def _shaped(module: nn.Module, state: StateSpec) -> tuple[SSDSpec, SSDParts] | s
     ins = linears_of(module, None, inner + channels + heads)
     outs = [name for name in linears_of(module, inner, None) if name not in ins]
     convs = depthwise(module, channels, kernel)
-    vectors = [n for n, p in module._parameters.items() if p is not None and tuple(p.shape) == (heads,)]
+    vectors = vectors_of(module, heads)
     if len(ins) != 1 or len(outs) != 1 or len(convs) != 1 or len(vectors) != 3:
         return None
     norms = [n for n, c in module.named_children() if [tuple(p.shape) for p in c.parameters()] == [(inner,)]]
@@ -187,7 +195,7 @@ class _Reader:
         if len(seen.inputs[name]) != 2 or seen.keywords[name]:
             return "its norm is given more than what it norms and the gate"
         norm, (scanned, z) = self.mixer.get_submodule(name), seen.inputs[name]
-        for parts, eps in itertools.product(dict.fromkeys((1, self.spec.groups)), _small_numbers(norm)):
+        for parts, eps in itertools.product(dict.fromkeys((1, self.spec.groups)), small_numbers(norm)):
             self.spec = replace(self.spec, norm_groups=parts, eps=eps)
             reference = self._reference()
             # Next to numbers of 1 an eps is below rounding.
@@ -228,17 +236,8 @@ class _Reader:
 
     def _decodes_alike(self, bias: float) -> bool:
         with _filled(self.mixer, {self.parts.dt_bias: bias, self.parts.skip: 0.0}):
-            return apart(self._decoded(), self._reference()(self.hidden, _PROMPT)) <= TOLERANCE
-
-    def _decoded(self) -> torch.Tensor:
-        states = [torch.zeros((1, *state.shape)) for state in self.state.states]
-        given, at = [], 0
-        for size in (_PROMPT, *[1] * (_TOKENS - _PROMPT)):
-            part = self.hidden[:, at : at + size].clone()
-            output, states = advance(type(self.mixer).forward, self.mixer, self.state, part, states, fresh=at == 0)
-            given += tensors_of(output, self.state)
-            at += size
-        return torch.cat(given, dim=1)
+            theirs = run_decoding(self.mixer, self.state, self.hidden, _PROMPT)
+        return apart(theirs, self._reference()(self.hidden, _PROMPT)) <= TOLERANCE
 
 
 @contextmanager
@@ -258,9 +257,3 @@ def _exact(scale: float, mixer: nn.Module) -> float:
     """A factor that was told from numbers, as the mixer has it for an attribute where it does; 1 needs none."""
     values = [1.0, *(value for value in vars(mixer).values() if isinstance(value, float))]
     return next((value for value in values if math.isclose(scale, value, rel_tol=1e-5)), scale)
-
-
-def _small_numbers(module: nn.Module) -> list[float]:
-    """What a module has for attributes that may be an eps."""
-    values = inspect.getmembers(module, lambda value: isinstance(value, float))
-    return [value for _, value in values if 0.0 <= value < 0.1]

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from tfbackend.deltaspec import DeltaSpec
 from tfbackend.expertspec import ExpertsSpec
 from tfbackend.groupedspec import GroupedLinearSpec
 from tfbackend.layers.attention import BiasedAttention, GatheredHeads, PaddedAttention, gathered
@@ -30,7 +31,7 @@ from tfbackend.layers.grouped import GroupedLinear
 from tfbackend.layers.looped import DenseExperts, LoopedExperts
 from tfbackend.layers.mla import latent_attention
 from tfbackend.layers.moe import KernelMoE
-from tfbackend.layers.native import ShortConvLayer, SSDLayer
+from tfbackend.layers.native import DeltaLayer, ShortConvLayer, SSDLayer
 from tfbackend.layers.norm import RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
 from tfbackend.layers.rotary import Rotary
 from tfbackend.layers.sinks import own_sinks
@@ -254,6 +255,10 @@ def _short_conv(spec: ShortConvSpec, prefix: str, context: BuildContext, _: nn.M
     return ShortConvLayer(spec, prefix, context)
 
 
+def _delta(spec: DeltaSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+    return DeltaLayer(spec, prefix, context)
+
+
 def own_slopes(slopes: tuple[float, ...], tp_size: int) -> list[float]:
     """The ALiBi slopes of this rank's heads."""
     heads = len(slopes) // tp_size
@@ -281,6 +286,7 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     StateSpec: _state,
     SSDSpec: _ssd,
     ShortConvSpec: _short_conv,
+    DeltaSpec: _delta,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,14 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
+from tfbackend.deltaspec import INTERLEAVED, PACKED, DeltaSpec
 from tfbackend.layers.context import BuildContext
 from tfbackend.serving import NATIVES
 from tfbackend.shortconvspec import ShortConvSpec
@@ -172,6 +175,61 @@ class SSDLayer(_Stateful, MambaMixer2):
         if self.cache_config.mamba_ssm_cache_dtype == "auto":
             others[0] = self.spec.recurrent
         return (conv, *others)
+
+
+class DeltaLayer(_Stateful, QwenGatedDeltaNetAttention):
+    """A gated delta rule, with the projections that the checkpoint has."""
+
+    def __init__(self, spec: DeltaSpec, prefix: str, context: BuildContext) -> None:
+        self.spec = spec  # vLLM asks for the dtypes of the state while it builds the layer
+        super().__init__(
+            _config_of(spec),
+            get_current_vllm_config(),
+            prefix=site_of(prefix),
+            gqa_interleaved_layout=spec.layout == INTERLEAVED,
+        )
+        if spec.layout == INTERLEAVED:
+            loaded_whole(self.in_proj_qkvz, self.in_proj_ba)
+        elif spec.layout == PACKED:
+            weight: Any = self.in_proj_qkvz.weight
+            weight.shards, weight.weight_loader = (0, 1), _Packed(spec, weight.weight_loader)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[1, tokens, hidden_size] -> the same."""
+        output: torch.Tensor = super().forward(hidden_states.squeeze(0))
+        return output.unsqueeze(0)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """What the recurrence carries is kept as Transformers keeps it, unless the user says otherwise."""
+        conv, recurrent = super().get_state_dtype()
+        return conv, self.spec.recurrent if self.cache_config.mamba_ssm_cache_dtype == "auto" else recurrent
+
+
+def _config_of(spec: DeltaSpec) -> Any:
+    """What vLLM's layer reads of a config."""
+    return SimpleNamespace(
+        hidden_size=spec.hidden_size,
+        hidden_act="silu",
+        rms_norm_eps=spec.eps,
+        linear_num_key_heads=spec.key_heads,
+        linear_num_value_heads=spec.heads,
+        linear_key_head_dim=spec.key_dim,
+        linear_value_head_dim=spec.value_dim,
+        linear_conv_kernel_dim=spec.kernel,
+        output_gate_type=spec.gate,
+    )
+
+
+class _Packed:
+    """Loads q k v, the first shard, as the three that they are to vLLM, and z, the second, as its fourth."""
+
+    def __init__(self, spec: DeltaSpec, load: Callable[..., None]) -> None:
+        self.widths, self.load = spec.widths[:3], load
+
+    def __call__(self, parameter: torch.Tensor, loaded: torch.Tensor, shard: int) -> None:
+        parts = [*loaded.split(self.widths)] if shard == 0 else [loaded]
+        for number, part in enumerate(parts, start=3 * shard):
+            self.load(parameter, part, number)
 
 
 def _decoded_tokens(prefix: str) -> int:
