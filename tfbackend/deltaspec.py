@@ -8,7 +8,7 @@ out_proj(norm(S q) * gate(z))
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,15 @@ from tfbackend.serving import ServingSpec
 from tfbackend.shortconvspec import convolution_problem
 
 INTERLEAVED, PACKED, APART = "interleaved", "packed", "apart"
-"""How a checkpoint has the projections: two, with what belongs to one key head side by side; q k v in one, and z, b and a
-in one each; or six."""
+"""How a checkpoint has the projections: two, with what belongs to one key head side by side; q k v in one, and z, b
+and a in one each; or six."""
 PARTS = {INTERLEAVED: ("qkvz", "ba"), PACKED: ("qkv", "z", "b", "a"), APART: ("q", "k", "v", "z", "b", "a")}
 """The projections of each layout, named for what they give, in order."""
-GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 LENGTH_EPS = 1e-6
 """Added to the square of a query's and a key's length; no layer of vLLM's knows another."""
-CPU_DIMS = (64, 128)
 GPU_DIM = 128
-"""Sizes of heads that vLLM's kernels are for. Those for GPUs differ by machine, and all take this one."""
+"""Numbers of a head. vLLM has several kernels for GPUs and chooses by the machine; all of them take this many."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +92,11 @@ class DeltaSpec:
                 return f"its {count} {what} do not go into {serving.tp_size} ranks"
         if self.beta != 1.0:
             return f"vLLM's layer writes with a strength up to 1, and it with one up to {self.beta:g}"
-        on_cpu = serving.device == "cpu"
-        problem = self._kernel_problem(serving) if on_cpu else self._gpu_problem(serving)
-        return problem or convolution_problem(serving, self.kernel)
+        return self._kernel_problem(serving) or convolution_problem(serving, self.kernel)
 
     def _kernel_problem(self, serving: ServingSpec) -> str:
-        dtype, channels = str(serving.dtype).removeprefix("torch."), self.conv_dim // serving.tp_size
-        if serving.dtype != torch.bfloat16:
-            return f"vLLM's kernels for a CPU take bfloat16 alone, and the model is in {dtype}"
-        if self.key_dim != self.value_dim or self.key_dim not in CPU_DIMS:
-            sizes = " and ".join(f"{dim}x{dim}" for dim in CPU_DIMS)
-            return f"vLLM's kernels for a CPU are for states of {sizes}, and its are {self._state}"
-        if self.kernel != 4 or channels % 32:
-            return (
-                "vLLM's kernels for a CPU convolve 4 tokens of a multiple of 32 channels, "
-                f"and it has {self.kernel} of {channels} on each rank"
-            )
-        return ""
-
-    def _gpu_problem(self, serving: ServingSpec) -> str:
+        if serving.device == "cpu":
+            return "vLLM's kernels for a CPU take bfloat16 alone, and round on the way what Transformers does not"
         if serving.dtype == torch.float32:
             return "vLLM's kernels for GPUs take no float32"
         if (self.key_dim, self.value_dim) != (GPU_DIM, GPU_DIM):
@@ -185,14 +170,14 @@ class DeltaReference(nn.Module):
     def gate(self, made: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """[..., value_dim] of one head each -> the same."""
         weight: Any = self.norm.weight
-        normed = made * torch.rsqrt(made.pow(2).mean(-1, keepdim=True) + self.spec.eps) * weight
+        normed: torch.Tensor = made * torch.rsqrt(made.pow(2).mean(-1, keepdim=True) + self.spec.eps) * weight
         return normed * GATES[self.spec.gate](z)
 
     def _projected(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         """What each of q, k, v, z, b and a is, [requests, tokens, its width], head by head."""
         spec = self.spec
         widths = dict(zip("qkvz", spec.widths, strict=True)) | {"b": spec.heads, "a": spec.heads}
-        found = {}
+        found = dict[str, torch.Tensor]()
         for part, linear in self.projections.items():
             given, blocks = linear(hidden).float(), spec.key_heads if spec.layout == INTERLEAVED else 1
             own = [widths[letter] // blocks for letter in part]

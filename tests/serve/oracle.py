@@ -151,3 +151,16 @@ def _farthest(model: Any, prompts: list[list[int]], answers: list[Answer]) -> fl
         said = logprobs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
         worst = max(worst, float((said - torch.tensor(answer.logprobs).double()).abs().max()))
     return worst
+
+
+def forced(folder: str, prompts: list[list[int]], tokens: list[list[int]], dtype: str) -> list[list[float]]:
+    """The log-probability of each token behind each prompt, where the model computes in the dtype of this name."""
+    import torch
+
+    model, found = load(Path(folder)).to(getattr(torch, dtype)), []
+    for prompt, following in zip(prompts, tokens, strict=True):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([prompt + following]), use_cache=False).logits[0]
+        logprobs = logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
+        found.append(logprobs.gather(-1, torch.tensor(following)[:, None])[:, 0].tolist())
+    return found

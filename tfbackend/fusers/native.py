@@ -113,7 +113,9 @@ class NativeFuser:
 def _entry(place: str, name: str) -> WeightEntry:
     """Where the weight `name` of a mixer goes."""
     target, _, shard = place.rpartition(".")
-    return WeightEntry(name, f"{LAYER}.{target}", int(shard)) if shard.isdigit() else WeightEntry(name, f"{LAYER}.{place}")
+    if not shard.isdigit():
+        return WeightEntry(name, f"{LAYER}.{place}")
+    return WeightEntry(name, f"{LAYER}.{target}", int(shard))
 
 
 class SSDFuser(NativeFuser):

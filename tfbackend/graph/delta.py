@@ -1,8 +1,8 @@
 """Whether a mixer is a gated delta rule: its shapes say which, and its numbers whether it is one.
 
-A mixer with the states, linears and vectors of one is run on random numbers, and so is the reference of a DeltaSpec with
-the same weights. Which linear gives what, which vector is which, how far a write may go and what the gate is are what
-makes them equal.
+A mixer with the states, linears and vectors of one is run on random numbers, and so is the reference of a DeltaSpec
+with the same weights. Which linear gives what, which vector is which, how far a write may go and what the gate is are
+what makes them equal.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ def _sized(module: nn.Module, state: StateSpec) -> Iterator[DeltaSpec]:
     key_heads, rest = divmod(channels - heads * value_dim, 2 * key_dim)
     if rest or key_heads < 1 or heads % key_heads:
         return
-    children = [module.get_submodule(name) for name in linears_of(module, None, None)]
-    linears = Counter((int(c.in_features), int(c.out_features)) for c in children)  # type: ignore[arg-type]
+    linears = Counter(_shape(module.get_submodule(name)) for name in linears_of(module, None, None))
     for layout, hidden in itertools.product(PARTS, sorted({width for width, _ in linears})):
         sizes = (hidden, key_heads, heads, key_dim, value_dim, kernel)
         spec = DeltaSpec(*sizes, layout, recurrent=state.states[1].dtype)
@@ -97,12 +96,17 @@ def _sized(module: nn.Module, state: StateSpec) -> Iterator[DeltaSpec]:
             yield spec
 
 
+def _shape(linear: nn.Module) -> tuple[int, int]:
+    """(in, out)."""
+    return int(linear.in_features), int(linear.out_features)  # type: ignore[arg-type]
+
+
 def _assigned(module: nn.Module, spec: DeltaSpec, linears: list[str]) -> Iterator[dict[str, str]]:
     """Each way in which the widths allow the linears to be the projections, by what the engine's layer calls them."""
-    shapes = {name: module.get_submodule(name) for name in linears}
+    shapes = {name: _shape(module.get_submodule(name)) for name in linears}
     wanted = [(spec.hidden_size, width) for width in spec.parts.values()]
     for names in itertools.permutations(linears):
-        if [(shapes[n].in_features, shapes[n].out_features) for n in names] == wanted:
+        if [shapes[name] for name in names] == wanted:
             given = dict(zip(spec.parts, names, strict=True))
             yield {place: given[part] for part, place in projection_places(spec.layout)}
 

@@ -41,7 +41,7 @@ def _of_ssd(path: str, spec: SSDSpec, tp: int, dtype: torch.dtype) -> list[Serve
 
 def _of_delta(path: str, spec: DeltaSpec, tp: int, dtype: torch.dtype) -> list[ServedParameter]:
     hidden, channels = (spec.hidden_size,), [spec.conv_dim]
-    parts = []
+    parts = list[ServedParameter]()
     for name, width in (("in_proj_qkvz", sum(spec.widths)), ("in_proj_ba", 2 * spec.heads)):
         parts += _columns(f"{path}.{name}", [width], [width // tp], hidden, False, dtype)
     parts += _columns(f"{path}.conv1d", channels, [channels[0] // tp], (1, spec.kernel), False, dtype, linear=False)

@@ -224,10 +224,10 @@ class _Packed:
     """Loads q k v, the first shard, as the three that they are to vLLM, and z, the second, as its fourth."""
 
     def __init__(self, spec: DeltaSpec, load: Callable[..., None]) -> None:
-        self.widths, self.load = spec.widths[:3], load
+        self.widths, self.load = [*spec.widths[:3]], load
 
     def __call__(self, parameter: torch.Tensor, loaded: torch.Tensor, shard: int) -> None:
-        parts = [*loaded.split(self.widths)] if shard == 0 else [loaded]
+        parts = [*torch.split(loaded, self.widths)] if shard == 0 else [loaded]
         for number, part in enumerate(parts, start=3 * shard):
             self.load(parameter, part, number)
 

@@ -111,6 +111,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 # The rules give latent attention the widths that vLLM has a kernel for on a CPU; of these it has none.
 _NO_KERNEL = {"kv_lora_rank": 96, "v_head_dim": 32}
+# vLLM's kernels for a CPU have no gated delta rule over the smaller ones of the rules.
+_HEADS_OF_64 = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 # Without a factor for the angles themselves, so that only the scale of the scores has one.
 _YARN = {
     "rope_type": "yarn",
@@ -150,6 +152,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mpt+bias": {"no_bias": False, "logit_scale": None},
     "mpt+keynorm": {"attn_config": {"attn_pdrop": ..., "qk_ln": True, "softmax_scale": 0.3}},
     "olmo+clip": {"clip_qkv": 1.0},
+    "olmo_hybrid+heads-of-64": _HEADS_OF_64 | {"linear_allow_neg_eigval": False},
+    "qwen3_5_moe_text+heads-of-64": _HEADS_OF_64,
+    "qwen3_5_text+heads-of-64": _HEADS_OF_64,
+    "qwen3_next+heads-of-64": _HEADS_OF_64,
     "xglm+unscaled": {"scale_embedding": False},
     "youtu+wholequery": {"q_lora_rank": None},
 }

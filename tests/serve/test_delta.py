@@ -1,0 +1,152 @@
+"""Gated delta rules served with vLLM's layer: the tokens of Transformers, and shared out among ranks.
+
+There is no GPU here; see delta.py for what stands in for its kernels.
+"""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.serve import delta, probes
+from tests.serve.engine import MAX_TOKENS, Harness, Request, Served
+from tests.serve.judge import SAME_COMPUTATION, judge
+from tests.serve.matrix.checkpoint import make_and_ask
+from tests.serve.oracle import Answer, forced
+from tests.serve.test_state import WITHIN
+from tests.serve.tiny import make_prompts
+
+pytestmark = pytest.mark.engine
+
+KINDS = {
+    "qwen3_next": "what belongs to one key head side by side, in two projections",
+    "qwen3_5_text": "query, key and value in one projection, the others each in one",
+    "olmo_hybrid+heads-of-64": "six projections",
+}
+FIRST = "qwen3_next"
+KERNELS = ("qwen3_next+heads-of-64", "qwen3_5_text+heads-of-64", "qwen3_5_moe_text+heads-of-64")
+MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
+
+
+def _within(name: str) -> float:
+    return WITHIN.get(name, SAME_COMPUTATION)
+
+
+def _expected(harness: Harness, name: str, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[Answer]:
+    found = harness.ask_oracle(make_and_ask, name, harness.checkpoint(name), prompts, max_tokens)
+    answers: list[Answer] = found.answers
+    return answers
+
+
+def _serve(harness: Harness, name: str, *batches: list[list[int]], **args: Any) -> Served:
+    """Serve the batches, one after the other, and check that the answers are Transformers' and the layers vLLM's."""
+    expected = [_expected(harness, name, prompts) for prompts in batches]
+    frozen = tuple(tuple(map(tuple, prompts)) for prompts in batches)
+    request = Request(
+        harness.checkpoint(name), frozen, engine_args=args, prepare=probes.watch_tokens, inspect=probes.states
+    )
+    outcome = harness.call(delta.serve, request, timeout=request.timeout)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    served: Served = outcome.value
+    assert {state.layers for state in served.inspected} == {("DeltaLayer",)}
+    for answers, batch in zip(expected, served.batches, strict=True):
+        verdict = judge(answers, batch.tokens, batch.logprobs, within=_within(name))
+        assert verdict.equal, verdict
+    return served
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_more_prompts_of_mixed_lengths_than_seats(harness: Harness, name: str) -> None:
+    _serve(harness, name, make_prompts(lengths=MIXED, seed=13), max_num_seqs=4)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_prompts_in_parts(harness: Harness, caching: bool) -> None:
+    prompts = make_prompts(lengths=(100, 5, 61, 25), seed=11)
+    args = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True, "enable_prefix_caching": caching}
+    served = _serve(harness, FIRST, prompts, **args)
+    assert 0 < served.inspected[0].largest_forward <= 24
+
+
+def test_prefix_caching(harness: Harness) -> None:
+    """A request goes on from the state that another one had at the end of a block."""
+    shared, *tails = make_prompts(lengths=(150, 9, 20), seed=12)
+    first, second = [shared + tails[0]], [shared + tails[1], shared + tails[0][:3]]
+    served = _serve(harness, FIRST, first, second, enable_prefix_caching=True, block_size=32)
+    assert served.batches[0].cached == [0]
+    assert min(served.batches[1].cached) >= 64
+
+
+def test_compiled(harness: Harness) -> None:
+    served = _serve(harness, FIRST, make_prompts(), enforce_eager=False)
+    assert served.inspected[0].graphs >= 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks(harness: Harness, name: str) -> None:
+    """Each has half of every mixer and of its state."""
+    whole = _serve(harness, name, make_prompts())
+    served = _serve(harness, name, make_prompts(), tensor_parallel_size=2)
+    assert [state.nbytes * 2 for state in served.inspected] == [whole.inspected[0].nbytes] * 2
+
+
+def test_soak(harness: Harness) -> None:
+    """Requests of any length arrive at any time, are cut into parts, put off and begun again."""
+    rng, count, grown = random.Random(31), 12, 30
+    prompts = make_prompts(lengths=tuple(rng.randint(1, 200) for _ in range(count)), seed=37)
+    arrivals = tuple(sorted(rng.randint(0, 3 * count) for _ in range(count)))
+    expected = _expected(harness, FIRST, prompts, grown)
+    args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
+    outcome = harness.call(delta.step, harness.checkpoint(FIRST), prompts, grown, args, (), arrivals, timeout=580)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert outcome.value.preempted > 0
+    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(FIRST))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize(("prepare", "equal"), [(probes.spoil_states, True), (probes.lose_states, False)])
+def test_the_judge_sees_states(harness: Harness, prepare: Any, equal: bool) -> None:
+    """A request's state starts clean, whatever its pages held; states that are lost between steps do not pass."""
+    prompts = make_prompts(lengths=MIXED, seed=13)
+    expected = _expected(harness, FIRST, prompts)
+    request = Request(harness.checkpoint(FIRST), (tuple(map(tuple, prompts)),), prepare=prepare)
+    outcome = harness.call(delta.serve, request, timeout=request.timeout)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    batch = outcome.value.batches[0]
+    assert judge(expected, batch.tokens, batch.logprobs, within=_within(FIRST)).equal == equal
+
+
+def _apart(harness: Harness, name: str, **more: Any) -> tuple[float, float]:
+    """Mean distance from Transformers in float32 of the log-probabilities of the same tokens: of vLLM's kernels in
+    bfloat16, and of Transformers in bfloat16."""
+    prompts = make_prompts(lengths=(*MIXED, 150), seed=13)
+    _expected(harness, name, prompts[:1], 1)
+    batches = (tuple(map(tuple, prompts)),)
+    args = {"dtype": "bfloat16", "max_num_seqs": 4} | more
+    request = Request(harness.checkpoint(name), batches, engine_args=args, inspect=probes.states)
+    outcome = harness.call(delta.serve_kernels, request, timeout=request.timeout)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert outcome.value.inspected[0].layers == ("DeltaLayer",)
+    batch = outcome.value.batches[0]
+    exact, rounded = (
+        harness.ask_oracle(forced, harness.checkpoint(name), prompts, batch.tokens, dtype)
+        for dtype in ("float32", "bfloat16")
+    )
+    return _distance(batch.logprobs, exact), _distance(rounded, exact)
+
+
+def _distance(found: list[list[float]], wanted: list[list[float]]) -> float:
+    pairs = [(a, b) for one, other in zip(found, wanted, strict=True) for a, b in zip(one, other, strict=True)]
+    return sum(abs(a - b) for a, b in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_for_a_cpu(harness: Harness, name: str) -> None:
+    """The layer with vLLM's own kernels is as far from the truth as bfloat16 is, and not farther."""
+    ours, transformers = _apart(harness, name)
+    assert 0 < ours < 1.5 * transformers
+
+
+def test_kernels_for_a_cpu_on_two_ranks(harness: Harness) -> None:
+    ours, transformers = _apart(harness, KERNELS[1], tensor_parallel_size=2)
+    assert 0 < ours < 1.5 * transformers
