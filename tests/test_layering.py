@@ -34,7 +34,7 @@ sys.meta_path.insert(0, Block())
 """
 
 SPECS = {
-    *("expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec"),
+    *("deltaspec", "expertspec", "groupedspec", "loopedspec", "mlaspec", "moespec"),
     *("nativespec", "shortconvspec", "ssdspec", "standinspec", "statespec", "tablespec"),
 }
 
@@ -106,7 +106,8 @@ def test_nothing_comes_from_the_backend_that_vllm_brings(path):
         ("moespec.py", {"expertspec"}),
         ("mlaspec.py", {"serving"}),
         ("layerspecs.py", {"activations", *SPECS}),
-        ("nativespec.py", {"shortconvspec", "ssdspec", "statespec"}),
+        ("nativespec.py", {"deltaspec", "shortconvspec", "ssdspec", "statespec"}),
+        ("deltaspec.py", {"serving", "shortconvspec"}),
         ("shortconvspec.py", {"serving"}),
         ("ssdspec.py", {"serving", "shortconvspec"}),
         ("standinspec.py", set()),

@@ -88,6 +88,9 @@ SIGNATURES = {
     "vllm.model_executor.layers.pooler.tokwise:pooler_for_token_classify": "pooler_config classifier",
     "vllm.model_executor.layers.pooler:PoolingParamsUpdate": "requires_token_ids",
     "vllm.transformers_utils.config:get_hf_file_to_dict": "file_name model revision",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention": "config vllm_config prefix "
+    "gqa_interleaved_layout",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention.forward": "hidden_states",
     "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2": "hidden_size ssm_state_size conv_kernel_size "
     "intermediate_size use_conv_bias use_bias n_groups num_heads head_dim rms_norm_eps use_rms_norm model_config "
     "cache_config quant_config prefix",

@@ -60,6 +60,7 @@ from tfbackend.sharing import gather_heads
 from tfbackend.source.edits import apply_edits
 from tfbackend.source.forward import defined_name, scratch
 from tfbackend.statespec import StateSpec
+from tfbackend.tied import laid_out_alike
 from tfbackend.unread import unread_parts
 
 
@@ -243,6 +244,7 @@ def _decide(
     rewrites, misses, unproven = collect_proven(planner, prover, inlined.methods)
     if serving.tp_size > 1:
         rewrites = [*gather_heads(rewrites, inlined.methods)]
+    rewrites, misses = laid_out_alike(meta, observation, rewrites, misses)
     plan = Plan(
         architecture=type(meta.model).__name__,
         rewrites=tuple(rewrites),
@@ -288,8 +290,8 @@ def _forwards(plan: Plan, sites: Mapping[str, Site]) -> dict[str, str]:
     texts = {}
     for path, rewrites in plan.by_site.items():
         edits = [edit for rewrite in rewrites for edit in rewrite.edits]
-        source = sites[path].source
-        if edits and not isinstance(source, str):
+        source = sites[path].source if edits else ""
+        if not isinstance(source, str):
             texts[path] = apply_edits(source.text, edits)
     return texts
 
