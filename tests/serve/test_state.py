@@ -29,6 +29,7 @@ KINDS = {
 }
 ONCE = {"kimi_linear": ("MoEHybrid", "whole keys and values beside state, of a config that has latents")}
 """Kinds that one test is enough for."""
+SHARED_OUT = {"zamba2": ("Hybrid", "a block for several layers, each of which leaves the adapters of the others be")}
 WITHIN = {"qwen3_next": 1e-3}
 """Transformers with its cache, fed in parts of 24 tokens, is 5e-4 away from Transformers without one."""
 MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
@@ -60,7 +61,9 @@ def _serve(
     outcome = harness.serve(request, env=AS_WRITTEN | (env or {}))
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     served: Served = outcome.value
-    assert set(served.model_class) == {f"tfbackend.models.Transformers{(KINDS | ONCE)[name][0]}ForCausalLM"}
+    assert set(served.model_class) == {
+        f"tfbackend.models.Transformers{(KINDS | ONCE | SHARED_OUT)[name][0]}ForCausalLM"
+    }
     for answers, batch in zip(expected, served.batches, strict=True):
         verdict = judge(answers, batch.tokens, batch.logprobs, within=_within(name))
         assert verdict.equal, verdict
@@ -106,7 +109,7 @@ def test_compiled(harness: Harness, name: str) -> None:
     assert served.inspected[0].graphs >= 1
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "mamba"])
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba", *SHARED_OUT])
 def test_two_ranks(harness: Harness, name: str) -> None:
     """Each has all of every mixer and its state."""
     served = _serve(harness, name, make_prompts(), tensor_parallel_size=2)
