@@ -270,6 +270,9 @@ class AttentionSpec:
         chunk: a token sees those of its own chunk of so many only, the first beginning at the first token; None for no
             chunks.
         both: whether a token sees those behind it too, `window - 1` of them; keys and values are then not cached.
+        distance_bias: keyword in which the call gives each token a table [1, heads or 1, tokens, extent] of what is added
+            to its scaled scores; column c is for the key `extent - 1 - c` before it, further back is nothing; or None.
+        extent: columns of that table.
         gathered: whether each rank is given the heads of all ranks, takes its own, and gives back those of all.
     """
 
@@ -286,6 +289,8 @@ class AttentionSpec:
     max_context: int | None = None
     chunk: int | None = None
     both: bool = False
+    distance_bias: str | None = None
+    extent: int = 0
     gathered: bool = False
 
     @property
@@ -311,6 +316,7 @@ class AttentionSpec:
         widths += f", padded to {self.cached_dim}" if self.key_bias or self.v_head_dim != self.head_dim else ""
         parts = [f"attention {self.num_heads}/{self.num_kv_heads} heads of {widths}, scale {self.scale:.4g}"]
         parts += ["both ways"] if self.both else []
+        parts += [f"a bias for each query and {self.extent} distances"] if self.distance_bias else []
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"chunks of {self.chunk}"] if self.chunk else []
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
@@ -318,6 +324,14 @@ class AttentionSpec:
         parts += [f"contexts of up to {self.max_context} tokens"] if self.max_context else []
         parts += ["ALiBi"] if self.alibi_slopes else []
         return ", ".join(parts + (["heads gathered from the ranks"] if self.gathered else []))
+
+
+def by_distance(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """The bias [..., queries, keys] of keys so far back [queries, keys], of tables [..., queries, extent]: column c is
+    for the key `extent - 1 - c` back, and there is none further back and ahead."""
+    extent = table.shape[-1]
+    columns = (extent - 1 - distance).clamp(0, extent - 1).expand(*table.shape[:-1], -1)
+    return table.gather(-1, columns).masked_fill((distance < 0) | (distance >= extent), 0.0)
 
 
 class _ReferenceAttention(nn.Module):
@@ -334,6 +348,7 @@ class _ReferenceAttention(nn.Module):
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
         key_bias: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         spec, tokens = self.spec, q.shape[-2]
         groups = q.shape[1] // k.shape[1]
@@ -344,6 +359,8 @@ class _ReferenceAttention(nn.Module):
         if key_bias is not None:
             scores = scores + key_bias.float().repeat_interleave(groups, 1)[:, :, None, :]
         distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
+        if distance_bias is not None:
+            scores = scores + by_distance(distance_bias.float(), distance)
         if spec.alibi_slopes is not None:
             scores = scores - torch.tensor(spec.alibi_slopes)[:, None, None] * distance
         hidden = (distance < 0) | (distance >= (spec.window or math.inf))

@@ -14,6 +14,7 @@ from functools import cached_property
 from torch import nn
 
 from tfbackend.classifier import ClassifierPlan
+from tfbackend.distances import biases_by_distance
 from tfbackend.errors import PlanConflictError, UnsupportedModelError
 from tfbackend.fusers.base import Miss, Rewrite, Site
 from tfbackend.graph.numbering import TokenNumbering
@@ -223,13 +224,16 @@ def _draft(meta: MetaModel, serving: ServingSpec, prover: Prover) -> tuple[Plan,
         if inlined.methods:
             observation = observe(base)
         assert not observation.problem, observation.problem
+        tabled = edited.enter_context(biases_by_distance(base, observation, serving, directory))
+        observation = observe(base) if tabled.forwards else observation
+        assert not observation.problem, observation.problem
         keeping = keep(base) if not serving.stateless and kept_by(base.config) else None
         held = held_sites(base, replace(observation, keeping=keeping)) if observation.counting else ()
         numbered = edited.enter_context(following_positions(base, observation, directory, held))
-        observation = explained(numbered.observation, inlined)
+        observation = tabled.read(explained(numbered.observation, inlined))
         observation = replace(observation, selection=find_selection(base, observation), keeping=keeping)
         plan, refusals = _decide(meta, serving, prover, replace(numbered, observation=observation), inlined)
-        return replace(plan, forwards={**grouped.forwards, **plan.forwards}), refusals
+        return replace(plan, forwards={**grouped.forwards, **tabled.forwards, **plan.forwards}), refusals
 
 
 def _decide(

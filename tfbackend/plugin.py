@@ -26,7 +26,9 @@ _LABELLING = ("ForQuestionAnswering", "ForQuestionAnsweringSimple", "RewardModel
 """Ends of the names of classes that give logits, of which vLLM knows nothing, or for which it has one that embeds."""
 _HYBRID = ("TransformersHybridForCausalLM", "TransformersMoEHybridForCausalLM")
 _CLASSES = (*_PLAIN, *_HYBRID, *_ATTENTION_FREE, *_POOLING)
-_STATE_BACKEND, _STATE_OP = "tfbackend.layers.state.StateBackend", "vllm::tfbackend_state"
+_STATE_BACKEND = "tfbackend.layers.state.StateBackend"
+_OPS = ("vllm::tfbackend_state", "vllm::tfbackend_distance_attention")
+"""Operations that read which requests a step has, at which vLLM cuts a compiled model."""
 
 
 def register() -> None:
@@ -62,8 +64,8 @@ def _keep_state() -> None:
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     register_backend(MambaAttentionBackendEnum.CUSTOM, _STATE_BACKEND, is_mamba=True)
-    if _STATE_OP not in CompilationConfig._attention_ops:
-        CompilationConfig._attention_ops.append(_STATE_OP)
+    known = CompilationConfig._attention_ops
+    known += [op for op in _OPS if op not in known]
     # vLLM sets up the cache of hybrid classes by itself, that of attention-free ones by their names.
     MODELS_CONFIG_MAP.update(dict.fromkeys(_ATTENTION_FREE, MambaModelConfig) | dict.fromkeys(_HYBRID, _HybridConfig))
     _choose(ModelConfig)

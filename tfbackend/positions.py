@@ -15,22 +15,26 @@ import inspect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tfbackend.graph.counted import Count
 from tfbackend.graph.interface import RUN_ERRORS, answering, positions_given
 from tfbackend.graph.kinds import tampered
-from tfbackend.graph.observe import TOKENS, Observation, call_keywords, needs_masks, observe
+from tfbackend.graph.observe import TOKENS, Observation, call_keywords, needs_masks, observe, rows_of
+from tfbackend.graph.statecache import kept_by, run_alone
+from tfbackend.graph.stateful import find_state
 from tfbackend.graph.trial import apart, materialise, plain_float32
 from tfbackend.meta import INTERFACE_NAME, WITH_MASKS
 from tfbackend.source.edits import Edit, apply_edits
 from tfbackend.source.forward import ForwardSource, SourceError, function_source, generate_class, scratch
 from tfbackend.source.supers import explicit_supers
+from tfbackend.statespec import StateSpec
 
 _ROUNDS = 4
 """How often a model is looked at anew: code that another edit let run may count too."""
@@ -94,7 +98,7 @@ def _follow(base: nn.Module, seen: Observation, directory: Path, besides: Collec
         if seen.problem:
             return Numbered(first, problem=seen.problem)
         if not (seen.counting and _counts(seen, besides)):
-            return Numbered(seen, methods, _disproof(base))
+            return Numbered(seen, methods, _disproof(base, seen))
     return Numbered(first, problem=f"it counts them again, {_counts(seen, besides)[0].place}")
 
 
@@ -154,15 +158,17 @@ _SHUFFLED = (5, 6, 7, 0, 1, 2 * TOKENS - 1, 3)
 """Positions of a call of `TOKENS` tokens, as of three requests in one batch."""
 
 
-def _disproof(base: nn.Module) -> str:
+def _disproof(base: nn.Module, seen: Observation) -> str:
     """Run the model over twice as many tokens as it would be, and over `_SHUFFLED`: each token of the second run must
     be what the token at its position was in the first. What differs, or "".
 
-    All tokens are the same, and each attends to itself alone, so that they differ by their numbers only.
+    All tokens are the same, each attends to itself alone, and mixers that keep state are given each as a request of its
+    own, so that they differ by their numbers only.
     """
     with torch.no_grad(), plain_float32():
         try:
             twin: Any = materialise(base, torch.Generator().manual_seed(23))
+            _part_tokens(twin, base, seen)
             twin.config._attn_implementation = WITH_MASKS if needs_masks(base) else INTERFACE_NAME
             long, short = torch.arange(2 * TOKENS), torch.tensor(_SHUFFLED)
             wanted = _values(twin, long)
@@ -179,12 +185,30 @@ def _disproof(base: nn.Module) -> str:
     return ""
 
 
+def _part_tokens(twin: nn.Module, base: nn.Module, seen: Observation) -> None:
+    """Have mixers of `twin` that ask Transformers' cache for state take each token for a request."""
+    for path, calls in seen.calls.items() if kept_by(getattr(base, "config", None)) else ():
+        spec = find_state(base.get_submodule(path), calls)
+        if isinstance(spec, StateSpec):
+            mixer = twin.get_submodule(path)
+            vars(mixer)["forward"] = partial(_each_alone, mixer, spec)
+
+
+def _each_alone(mixer: nn.Module, spec: StateSpec, *args: Any, **kwargs: Any) -> Any:
+    """What a mixer returns for [1, tokens, width] where no token has one before it."""
+    forward = inspect.unwrap(type(mixer).forward)
+    hidden = inspect.signature(forward).bind(mixer, *args, **kwargs).arguments[spec.hidden]
+    made = run_alone(forward, mixer, spec, hidden.transpose(0, 1))
+    return tree_map(lambda x: x.transpose(0, 1) if isinstance(x, torch.Tensor) else x, made)
+
+
 def _values(twin: nn.Module, positions: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """(name, value [..., tokens, dim]) of every query, key and value of a run, and of what the run gives."""
     values: list[tuple[str, torch.Tensor]] = []
 
-    def attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **_: Any) -> Any:
+    def attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
         values.extend(zip(("query", "key", "value"), (q, k, v), strict=True))
+        values.extend(("bias", rows) for rows in rows_of(keywords, len(positions)))
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 
     with answering(attend):

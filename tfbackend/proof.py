@@ -241,7 +241,8 @@ class _Reference:
     def attend(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
         if self.attention is None:
             return q.transpose(1, 2)
-        return self.attention(q, k, v, keywords.get("s_aux"), keywords.get("key_bias"))
+        table = keywords.get(self.attention.spec.distance_bias or "")
+        return self.attention(q, k, v, keywords.get("s_aux"), keywords.get("key_bias"), table)
 
     def attend_rewritten(self, original: nn.Module) -> Recorder:
         """What answers the rewritten side, which may hand over latents in place of keys and values."""

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import torch
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
-from tfbackend.graph.interface import CALLS, HARMLESS, LAYERS, InlineNumbers
-from tfbackend.graph.observe import TOKENS, AttentionCall, OwnParameter
+from tfbackend.graph.interface import CALLS, DISTANCES, HARMLESS, LAYERS, InlineNumbers
+from tfbackend.graph.observe import TOKENS, AttentionCall, OwnParameter, TableSize, Unread
 from tfbackend.graph.selection import PICKED, Selection
 from tfbackend.layerspecs import AttentionSpec
 
@@ -52,7 +52,7 @@ class AttentionFuser:
             fuser=self.name,
             summary="; ".join(map(str, specs)) + times + (_ROUNDED if rounded else ""),
             children=children,
-            attributes=((LAYERS, names), (CALLS, 0)) if len(calls) > 1 else (),
+            attributes=(*(((LAYERS, names), (CALLS, 0)) if len(calls) > 1 else ()), *_distances(specs)),
             claims=frozenset(names),
         )
 
@@ -62,6 +62,10 @@ class AttentionFuser:
                 return f"already has an attribute called {name}"
         if len(calls) > 1 and any(call.keywords.get("s_aux") is not None for call in calls):
             return f"calls the attention interface {len(calls)} times in one forward, with sinks"
+        if site.serving.tp_size > 1 and any(_table(call) for call in calls):
+            return "its bias by distance is for the heads of all ranks; serve it with --tensor-parallel-size 1"
+        if len(calls) > 1 and any(_table(call) for call in calls):
+            return f"calls the attention interface {len(calls)} times in one forward, with a bias by distance"
         if not site.serving.whole_prompts and any(call.mask is not None and call.mask.both for call in calls):
             return "a token sees those after it, for which each call would have to hold whole prompts"
         context = (site.observation.selection, site.serving.max_model_len)
@@ -105,6 +109,8 @@ def _chunk_problem(call: AttentionCall) -> str:
         return "a soft cap"
     if (inline := _inline(call)) is not None and inline.key_bias:
         return "a bias for each key"
+    if _table(call):
+        return "a bias by distance"
     return "value heads of another width" if call.value[3] != call.query[3] else ""
 
 
@@ -123,6 +129,15 @@ def _layer_names(calls: int) -> tuple[str, ...]:
     return ("attn", *(f"attn_{number}" for number in range(2, calls + 1)))
 
 
+def _table(call: AttentionCall) -> tuple[str, TableSize] | None:
+    """The keyword of a call that gives tables of biases by distance, and their size."""
+    return next(((key, value) for key, value in call.keywords.items() if isinstance(value, TableSize)), None)
+
+
+def _distances(specs: list[AttentionSpec]) -> tuple[tuple[str, str], ...]:
+    return tuple((DISTANCES, spec.distance_bias) for spec in specs if spec.distance_bias)
+
+
 _ROUNDED = "; Transformers rounds its ALiBi bias to bfloat16, which is not done here"
 
 
@@ -137,6 +152,7 @@ def spec_of(call: AttentionCall, selection: Selection | str | None = None, longe
     bound = selection.bound if isinstance(selection, Selection) else None
     chunk = call.mask.chunk if call.mask else None
     sinks, scale, inline = call.keywords.get("s_aux"), call.keywords.get("scaling"), _inline(call)
+    keyword, size = _table(call) or (None, None)
     return AttentionSpec(
         num_heads=call.query[1],
         num_kv_heads=call.key[1],
@@ -150,6 +166,8 @@ def spec_of(call: AttentionCall, selection: Selection | str | None = None, longe
         alibi_slopes=inline.alibi_slopes if inline else None,
         key_bias=inline.key_bias if inline else False,
         both=bool(call.mask and call.mask.both),
+        distance_bias=keyword,
+        extent=size.extent if size else 0,
         max_context=inline.max_context if inline else bound if call.keywords.get(PICKED) is not None else None,
     )
 
@@ -158,6 +176,10 @@ def _keyword_problem(key: str, value: Any, call: AttentionCall) -> str:
     heads = call.query[1]
     if value is None or key in HARMLESS:
         return ""
+    if isinstance(value, TableSize):
+        wanted = f"1 or {heads} heads and {call.query[2]} tokens"
+        fits = value.heads in (1, heads) and value.tokens == call.query[2]
+        return "" if fits else f"its bias by distance is for {value.heads} heads and {value.tokens} tokens, not {wanted}"
     if key == "inline" and isinstance(value, InlineNumbers):
         return ""
     if key in ("scaling", "softcap"):
@@ -178,4 +200,5 @@ def _keyword_problem(key: str, value: Any, call: AttentionCall) -> str:
     if key == "key_bias" and (inline := _inline(call)) and inline.key_bias:
         wanted = (1, call.key[1], call.key[2])
         return "" if tuple(value.shape) == wanted else f"its bias is {tuple(value.shape)} where keys are {wanted}"
-    return f"the keyword {key} would be dropped"
+    why = f": {value.why}" if isinstance(value, Unread) else ""
+    return f"the keyword {key} would be dropped{why}"

@@ -48,14 +48,32 @@ def attention_interface(
         return _recorders[-1](module, query, key, value, attention_mask, **keywords), None
     tokens, heads = query.shape[2], query.shape[1]
     attn = _next_layer(module)
-    bias = keywords.get("key_bias")
     output = attn(
         query.transpose(1, 2).reshape(tokens, -1),
         key.transpose(1, 2).reshape(tokens, -1),
         value.transpose(1, 2).reshape(tokens, -1),
-        **({} if bias is None else {"key_bias": bias[0].t()}),
+        **_biases(module, keywords),
     )
     return output.view(1, tokens, heads, -1), None
+
+
+DISTANCES = "tfb_distances"
+"""Attribute of a module that tells attention how its scores change with the distance: the keyword in which it does."""
+
+
+def _biases(module: nn.Module, keywords: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What is added to scores, as the layers take it: for each key [tokens, KV heads], or for each query and distance
+    [tokens, heads, extent]."""
+    bias, named = keywords.get("key_bias"), getattr(module, DISTANCES, None)
+    given = {} if bias is None else {"key_bias": bias[0].t()}
+    return given if named is None else given | {"distance_bias": keywords[named][0].transpose(0, 1)}
+
+
+def latest_place(positions: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stands for the positions of queries, shaped as `positions`, and of keys where a bias is to be given as a
+    table: each query is the last of `extent` tokens, and those are the keys."""
+    keys = torch.arange(extent, dtype=positions.dtype, device=positions.device)
+    return torch.full_like(positions, extent - 1), keys.view(*positions.shape[:-1], extent)
 
 
 EXPERT_SWITCHES = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

@@ -51,6 +51,20 @@ class OwnParameter(NamedTuple):
     shape: torch.Size
 
 
+class TableSize(NamedTuple):
+    """A keyword of a call that gives each of its tokens a table of biases, by head and distance, by the sizes of it."""
+
+    heads: int
+    tokens: int
+    extent: int
+
+
+class Unread(NamedTuple):
+    """A keyword of a call that has a bias for each query and key, and why it is no such table."""
+
+    why: str
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of the attention interface: shapes [1, heads, tokens, dim], the mask's window, and the keywords, with
@@ -160,7 +174,7 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
         call = AttentionCall(query.shape, key.shape, value.shape, window, problem, keywords)
         path = paths.get(id(module), "?")
         seen.attention.setdefault(path, []).append(call)
-        seen.note_counts(path, counted, (query, key, value))
+        seen.note_counts(path, counted, (query, key, value, *rows_of(keywords, tokens)))
         return unattended(module, query, key, value)
 
     with (
@@ -182,6 +196,12 @@ def observe(base: nn.Module, tokens: int = TOKENS) -> Observation:
             seen.problem = f"{type(error).__name__}: {error}{_place_of(error)}"
             seen.reads_values = reads_values(error)
     return seen
+
+
+def rows_of(keywords: dict[str, Any], tokens: int) -> list[torch.Tensor]:
+    """What a call of the attention interface gives with a row for each token: biases [1, heads, tokens, any]."""
+    given = [x for x in keywords.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return [x for x in given if x.dim() == 4 and x.shape[-2] == tokens]
 
 
 def _row_of(inputs: dict[str, Any]) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tfbackend.expertspec import ExpertsSpec
 from tfbackend.groupedspec import GroupedLinearSpec
 from tfbackend.layers.attention import BiasedAttention, GatheredHeads, PaddedAttention, gathered
 from tfbackend.layers.context import BuildContext
+from tfbackend.layers.distances import DistanceBiasedAttention
 from tfbackend.layers.embedding import ScaledVocabParallelEmbedding
 from tfbackend.layers.experts import experts
 from tfbackend.layers.grouped import GroupedLinear
@@ -170,10 +171,7 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
         extra["alibi_slopes"] = own_slopes(spec.alibi_slopes, context.tp_size)
     if spec.chunk is not None:
         return _chunked(spec, prefix, context, extra)
-    cls = BiasedAttention if spec.key_bias else PaddedAttention if spec.v_head_dim != spec.head_dim else Attention
-    if spec.both:
-        assert cls is Attention, spec
-        cls = EncoderOnlyAttention
+    cls = _attention_class(spec)
     made: nn.Module = (gathered(cls) if spec.gathered else cls)(
         spec.num_heads // context.tp_size,
         spec.cached_dim,
@@ -191,6 +189,17 @@ def _attention(spec: AttentionSpec, prefix: str, context: BuildContext, site: nn
     if isinstance(made, BiasedAttention):
         made.weigh(spec.scale)
     return _shared(made, spec, context)
+
+
+def _attention_class(spec: AttentionSpec) -> Any:
+    if spec.distance_bias is not None:
+        assert not (spec.both or spec.key_bias or spec.alibi_slopes or spec.gathered), spec
+        return DistanceBiasedAttention
+    cls = BiasedAttention if spec.key_bias else PaddedAttention if spec.v_head_dim != spec.head_dim else Attention
+    if spec.both:
+        assert cls is Attention, spec
+        cls = EncoderOnlyAttention
+    return cls
 
 
 def _shared(made: nn.Module, spec: AttentionSpec, context: BuildContext) -> nn.Module:

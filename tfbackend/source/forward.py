@@ -258,6 +258,7 @@ def generate_class(cls: type[nn.Module], texts: str | Sequence[str], directory: 
 _HELPERS = {
     "inline_attention": "inline_attention",
     "key_biased_attention": "key_biased_attention",
+    "tfb_latest_place": "latest_place as tfb_latest_place",
     "tfb_token_positions": "token_positions as tfb_token_positions",
     "tfb_token_rows": "token_rows as tfb_token_rows",
 }
