@@ -1,5 +1,6 @@
 """The plain-torch references, against torch's own layers, and the names of activations."""
 
+import itertools
 import math
 
 import pytest
@@ -133,6 +134,21 @@ def test_a_bias_is_added_to_the_scores_of_its_key():
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
     got = AttentionSpec(4, 2, 8, 8, 0.3, key_bias=True).reference()(q, k, v, key_bias=bias)
     torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(("window", "extent"), [(None, 3), (None, 9), (2, 3), (5, 2)])
+def test_a_bias_by_distance_is_looked_up_from_the_end_of_its_row(window, extent, heads):
+    q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    table = torch.randn(1, heads, 6, extent)
+    mask = torch.full((1, 4, 6, 6), -math.inf)
+    for head, i, j in itertools.product(range(4), range(6), range(6)):
+        if 0 <= i - j < (window or 6):
+            mask[0, head, i, j] = table[0, head % heads, i, extent - 1 - i + j] if i - j < extent else 0.0
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    spec = AttentionSpec(4, 2, 8, 8, 0.3, window=window, distance_bias="bias", extent=extent)
+    torch.testing.assert_close(spec.reference()(q, k, v, distance_bias=table), wanted)
+    assert f"a bias for each query and {extent} distances" in str(spec)
 
 
 @pytest.mark.parametrize(

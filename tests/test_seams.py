@@ -4,6 +4,7 @@ The names are read from our own source, so the list cannot go stale. When a rele
 """
 
 import ast
+import dataclasses
 import importlib
 import inspect
 from pathlib import Path
@@ -58,7 +59,7 @@ SIGNATURES = {
     "vllm.model_executor.layers.linear:QKVParallelLinear": "hidden_size head_size total_num_heads total_num_kv_heads "
     "bias params_dtype quant_config prefix return_bias v_head_size",
     "vllm.model_executor.layers.attention:Attention": "num_heads head_size scale num_kv_heads cache_config "
-    "quant_config logits_soft_cap per_layer_sliding_window prefix",
+    "quant_config logits_soft_cap per_layer_sliding_window prefix attn_backend",
     "vllm.model_executor.layers.fused_moe.layer:FusedMoEFactory": "num_experts top_k hidden_size intermediate_size "
     "params_dtype quant_config activation has_bias enable_eplb num_redundant_experts prefix renormalize gate "
     "custom_routing_function scoring_func routed_scaling_factor e_score_correction_bias use_grouped_topk "
@@ -67,7 +68,9 @@ SIGNATURES = {
     "vllm.model_executor.layers.attention:MLAAttention": "num_heads scale qk_nope_head_dim qk_rope_head_dim v_head_dim "
     "q_lora_rank kv_lora_rank kv_b_proj cache_config quant_config prefix",
     "vllm.model_executor.layers.attention:MLAAttention.forward": "q kv_c_normed k_pe output_shape",
-    "vllm.v1.attention.selector:get_attn_backend": "head_size dtype kv_cache_dtype use_mla num_heads",
+    "vllm.v1.attention.selector:get_attn_backend": "head_size dtype kv_cache_dtype use_mla num_heads "
+    "has_sliding_window",
+    "vllm.v1.attention.backend:subclass_attention_backend": "name_prefix attention_backend_cls builder_cls",
     "vllm.v1.attention.backends.mla.prefill:get_mla_prefill_backend": "vllm_config",
     "vllm.model_executor.layers.layernorm:RMSNorm": "hidden_size eps has_weight dtype",
     "vllm.model_executor.layers.layernorm:GemmaRMSNorm": "hidden_size eps",
@@ -177,6 +180,24 @@ def test_cls_means_whole_prompts():
 
     source = inspect.getsource(ModelConfig.attn_type.fget)
     assert "default_seq_pooling_type" in source and 'return "encoder_only"' in source
+
+
+@pytest.mark.parametrize("backend", "cpu_attn:CPUAttention flash_attn:FlashAttention triton_attn:TritonAttention".split())
+def test_metadata_say_which_tokens_are_whose(backend):
+    """What attention with a bias by distance reads, from the backends that it admits."""
+    module, name = backend.split(":")
+    metadata = resolve(f"vllm.v1.attention.backends.{module}:{name}Metadata")
+    wanted = {"num_actual_tokens", "query_start_loc", "seq_lens", "block_table", "slot_mapping"}
+    assert wanted <= {field.name for field in dataclasses.fields(metadata)}
+
+
+def test_keys_lie_before_values():
+    """Pages are [pages, KV heads, tokens, 2 * head size] to every layer, in whatever order they lie in memory."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+    for impl in (FlashAttentionImpl, TritonAttentionImpl):
+        assert "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)" in inspect.getsource(impl)
 
 
 def test_both_windows_count_the_token_itself():

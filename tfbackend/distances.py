@@ -95,11 +95,9 @@ def biases_by_distance(
 def _biased(seen: Observation, path: str) -> str:
     """The first keyword in which a call of the interface gives a bias for each query and key; "" for none."""
     call = seen.attention[path][0]
-    for keyword, value in call.keywords.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 4:
-            if value.shape[0] == 1 and value.shape[1] in (1, call.query[1]) and value.shape[2:] == (TOKENS, TOKENS):
-                return keyword
-    return ""
+    shapes = [(1, heads, TOKENS, TOKENS) for heads in (1, call.query[1])]
+    given = {k: x for k, x in call.keywords.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return next((keyword for keyword, x in given.items() if tuple(x.shape) in shapes), "")
 
 
 def _with(call: AttentionCall, keyword: str, value: Any) -> AttentionCall:
@@ -114,7 +112,8 @@ class _Tabling:
     """Finds the modules, edits them, and tries them out."""
 
     def __init__(self, base: nn.Module, seen: Observation, serving: ServingSpec, directory: Path) -> None:
-        self.base, self.seen, self.longest, self.directory = base, seen, serving.max_model_len, directory
+        self.base, self.seen, self.directory = base, seen, directory
+        self.longest = max(serving.max_model_len, 2 * TOKENS)
         self.longer: dict[int, Observation] = {}
 
     def run(self, biased: dict[str, str]) -> Tabled:
@@ -168,7 +167,7 @@ class _Tabling:
             DistanceError: the two differ.
         """
         heads = self.seen.attention[path][0].query[1]
-        longer = min(extent + TOKENS, int((_SCORES / heads) ** 0.5))
+        longer = min(extent + TOKENS, self.longest, int((_SCORES / heads) ** 0.5))
         for tokens in dict.fromkeys((TOKENS, longer)):
             seen = self.seen if tokens == TOKENS else self.longer.get(tokens) or observe(self.base, tokens)
             self.longer[tokens] = seen

@@ -270,8 +270,9 @@ class AttentionSpec:
         chunk: a token sees those of its own chunk of so many only, the first beginning at the first token; None for no
             chunks.
         both: whether a token sees those behind it too, `window - 1` of them; keys and values are then not cached.
-        distance_bias: keyword in which the call gives each token a table [1, heads or 1, tokens, extent] of what is added
-            to its scaled scores; column c is for the key `extent - 1 - c` before it, further back is nothing; or None.
+        distance_bias: keyword in which the call gives each token a table of what is added to its scaled scores,
+            [1, heads or 1, tokens, extent]; column c is for the key `extent - 1 - c` before it, further back is
+            nothing; or None.
         extent: columns of that table.
         gathered: whether each rank is given the heads of all ranks, takes its own, and gives back those of all.
     """

@@ -237,12 +237,13 @@ class _Reference:
         self.latent = next((spec for spec in specs if isinstance(spec, MLASpec)), None)
         whole += [expanded(self.latent)] if self.latent is not None else []
         self.attention = whole[0].reference() if whole else None
+        self.tables = whole[0].distance_bias or "" if whole else ""
 
     def attend(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any = None, **keywords: Any) -> Any:
         if self.attention is None:
             return q.transpose(1, 2)
-        table = keywords.get(self.attention.spec.distance_bias or "")
-        return self.attention(q, k, v, keywords.get("s_aux"), keywords.get("key_bias"), table)
+        biases = keywords.get("key_bias"), keywords.get(self.tables)
+        return self.attention(q, k, v, keywords.get("s_aux"), *biases)
 
     def attend_rewritten(self, original: nn.Module) -> Recorder:
         """What answers the rewritten side, which may hand over latents in place of keys and values."""

@@ -123,6 +123,38 @@ def _clear_states(model: Any, _: Any) -> None:
             pages.zero_()
 
 
+class Distances(NamedTuple):
+    """What layers with a bias by distance there are -> how many; the largest forward since ``watch_tokens``, and graphs
+    that Dynamo captured."""
+
+    layers: dict[str, int]
+    largest_forward: int
+    graphs: int
+
+
+def distances(model: Any) -> Distances:
+    """What is asked of a live model that is given biases by distance."""
+    found: dict[str, int] = {}
+    for path, spec in model.plan.attention:
+        layer = model.model.get_submodule(path).attn
+        assert type(layer).__name__ == "DistanceBiasedAttention"
+        assert layer.kv_cache.numel()
+        kind = f"window {layer.rule.window}, {spec.extent} distances"
+        found[kind] = found.get(kind, 0) + 1
+    return Distances(found, _largest, compiled_graphs(model))
+
+
+def lose_distances(model: Any) -> None:
+    """Let every table of biases by distance be zeros."""
+    for path, spec in model.plan.attention:
+        assert spec.distance_bias
+        model.model.get_submodule(path).attn.register_forward_pre_hook(_clear_bias, with_kwargs=True)
+
+
+def _clear_bias(_: Any, args: Any, kwargs: Any) -> Any:
+    return args, kwargs | {"distance_bias": kwargs["distance_bias"] * 0}
+
+
 def fixed_ropes(model: Any) -> list[tuple[bool, str]]:
     """(whether it is exact, what the plan says) of every rotary embedding whose frequencies the plan holds still."""
     rewrites = [rewrite for rewrite in model.plan.rewrites if rewrite.fuser == "fixed_rope"]

@@ -177,9 +177,8 @@ def _keyword_problem(key: str, value: Any, call: AttentionCall) -> str:
     if value is None or key in HARMLESS:
         return ""
     if isinstance(value, TableSize):
-        wanted = f"1 or {heads} heads and {call.query[2]} tokens"
         fits = value.heads in (1, heads) and value.tokens == call.query[2]
-        return "" if fits else f"its bias by distance is for {value.heads} heads and {value.tokens} tokens, not {wanted}"
+        return "" if fits else f"its bias by distance is for {value.heads} heads and {value.tokens} tokens"
     if key == "inline" and isinstance(value, InlineNumbers):
         return ""
     if key in ("scaling", "softcap"):

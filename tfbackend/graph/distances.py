@@ -9,8 +9,9 @@ in that table, and 0 where a key is further back than the table reaches.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from tfbackend.graph.interface import RUN_ERRORS
 from tfbackend.graph.observe import TOKENS
-from tfbackend.graph.trial import apart, copied, materialise, random_inputs
+from tfbackend.graph.trial import apart, materialise, random_inputs
 from tfbackend.layerspecs import by_distance
 
 _MOST = 1 << 20
@@ -77,21 +78,19 @@ class _Trial:
         self.generator = torch.Generator().manual_seed(31)
         self.twin = materialise(module, self.generator)
         args, kwargs = random_inputs(call, module, self.generator)
-        try:
-            bound = inspect.signature(inspect.unwrap(type(module).forward)).bind(module, *args, **kwargs)
-        except TypeError as error:
-            raise DistanceError(f"it is not called as it says: {error}") from error
-        if bound.args[1:] and len(bound.args) != len(bound.arguments):
-            raise DistanceError("it takes arguments without a name")
-        self.given = dict(list(bound.arguments.items())[1:])
-        self.counts = [name for name, x in self.given.items() if _is_positions(x)]
+        self.forward = inspect.unwrap(type(module).forward)
+        self.given = inspect.signature(self.forward).bind(self.twin, *args, **kwargs)
+        self.counts = [name for name, x in self.given.arguments.items() if _is_positions(x)]
 
-    def run(self, queries: tuple[str, torch.Tensor], keys: tuple[str, torch.Tensor], tokens: int) -> torch.Tensor:
-        """What it gives for the first `tokens` tokens at these positions."""
-        given = {name: _first(x, tokens) for name, x in copied(self.given).items()}
+    def run(
+        self, queries: tuple[str, torch.Tensor], keys: tuple[str, torch.Tensor], tokens: Sequence[int] = range(TOKENS)
+    ) -> torch.Tensor:
+        """What it gives for some of the tokens, where they and keys are at these positions."""
+        bound, first = copy.copy(self.given), dict(self.given.arguments)
+        bound.arguments = {name: _taken(x, tokens) for name, x in first.items()}
         for name, places in (queries, keys):
-            given[name] = places.view(*self.given[name].shape[:-1], -1).to(self.given[name].dtype)
-        made = inspect.unwrap(type(self.twin).forward)(self.twin, **given)
+            bound.arguments[name] = places.view(*first[name].shape[:-1], -1).to(first[name].dtype)
+        made = self.forward(*bound.args, **bound.kwargs)
         if not isinstance(made, torch.Tensor) or made.dim() != 4:
             raise DistanceError("it gives something else than a bias for each head, query and key")
         return made
@@ -99,14 +98,14 @@ class _Trial:
     def takes(self, queries: str, keys: str) -> bool:
         """Whether it gives a row for each position of `queries` and a column for each of `keys`."""
         try:
-            made = self.run((queries, torch.arange(TOKENS)), (keys, torch.arange(_KEYS)), TOKENS)
+            made = self.run((queries, torch.arange(TOKENS)), (keys, torch.arange(_KEYS)))
         except RUN_ERRORS:
             return False
         return made.shape[0] == 1 and made.shape[2:] == (TOKENS, _KEYS)
 
     def extent(self, queries: str, keys: str, longest: int) -> int:
         """How far back the bias of one token reaches, up to the first of `longest` tokens."""
-        row = self.run((queries, torch.tensor([longest - 1])), (keys, torch.arange(longest)), 1)
+        row = self.run((queries, torch.tensor([longest - 1])), (keys, torch.arange(longest)), [0])
         reached = (row != 0).flatten(0, -2).any(0).nonzero()
         if not len(reached):
             raise DistanceError("what it gives is 0 for all distances")
@@ -119,13 +118,13 @@ class _Trial:
         """Compare what it gives at random positions, near its reach and anywhere, with what its table says."""
         extent = table.extent
         last, before = torch.full((TOKENS,), extent - 1), torch.arange(extent)
-        rows = self.run((table.queries, last), (table.keys, before), TOKENS)
-        alone = self.run((table.queries, last[:1]), (table.keys, before), 1)
-        if not apart(rows[:, :, :1], alone) <= _TOLERANCE:
+        rows = self.run((table.queries, last), (table.keys, before))
+        alone = [self.run((table.queries, last[:1]), (table.keys, before), [token]) for token in range(TOKENS)]
+        if not apart(rows, torch.cat(alone, dim=2)) <= _TOLERANCE:
             raise DistanceError("what it gives for a token depends on other tokens")
-        for reach in (2 * extent + 2, longest):
+        for reach in (min(2 * extent + 2, longest), longest):
             for queries, keys in self._places(reach):
-                made = self.run((table.queries, queries), (table.keys, keys), TOKENS)
+                made = self.run((table.queries, queries), (table.keys, keys))
                 past = queries[:, None] >= keys[None, :]
                 wanted = by_distance(rows, queries[:, None] - keys[None, :]).where(past, 0.0)
                 if not apart(wanted, made.where(past, 0.0)) <= _TOLERANCE:
@@ -141,11 +140,11 @@ def _is_positions(x: Any) -> bool:
     return whole and x.numel() == x.shape[-1] == TOKENS
 
 
-def _first(x: Any, tokens: int) -> Any:
-    """A tensor cut down to its first tokens; anything else as it is."""
+def _taken(x: Any, tokens: Sequence[int]) -> Any:
+    """Some tokens of a tensor that has a place for each, in a tensor of its own; anything else as it is."""
     if not isinstance(x, torch.Tensor) or TOKENS not in x.shape:
         return x
-    return x.narrow(tuple(x.shape).index(TOKENS), 0, tokens)
+    return x.index_select(tuple(x.shape).index(TOKENS), torch.tensor(tokens))
 
 
 def makes_bias(output: Any, shape: tuple[int, ...]) -> bool:

@@ -137,7 +137,10 @@ def _outline(value: Any, tensor: Callable[[torch.Tensor], Any] = lambda t: (tupl
     return (type(value), value) if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
-_HANDING_OVER = ("update", "update_indexer", "update_conv_state", "update_recurrent_state", "has_previous_state")
+_HANDING_OVER = (
+    *("update", "update_indexer", "update_conv_state", "update_recurrent_state", "has_previous_state"),
+    *("get_mask_sizes", "get_query_offset", "get_seq_length"),
+)
 """Methods of Transformers' caches that take the number of a layer to know it by."""
 
 

@@ -23,6 +23,8 @@ from tfbackend.errors import ConfigError
 from tfbackend.layers.attention import PaddedAttention, cut_heads, pad_heads
 from tfbackend.layerspecs import by_distance
 
+_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+"""Backends of vLLM whose metadata say for each request how many tokens it has, and which pages."""
 _SCORES = 1 << 24
 """Scores over all heads at a time; 64 MiB of float32, and some times that on the way."""
 
@@ -35,7 +37,8 @@ def _uncaptured(backend: type[AttentionBackend]) -> type[AttentionBackend]:
         (backend.get_builder_cls(),),
         {"_cudagraph_support": AttentionCGSupport.NEVER, "__module__": __name__},
     )
-    return subclass_attention_backend("Uncaptured", backend, builder)
+    made: type[AttentionBackend] = subclass_attention_backend("Uncaptured", backend, builder)
+    return made
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Rule:
 
 
 class DistanceBiasedAttention(PaddedAttention):
-    """As PaddedAttention, but it writes and reads the cache itself: in a page [KV heads, tokens, 2 * head size] a key is
-    followed by its value."""
+    """As PaddedAttention, but it writes and reads the cache itself: in a page [KV heads, tokens, 2 * head size] a key
+    is followed by its value."""
 
     rule: Rule
     cached_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float32", "bfloat16", "float16")
@@ -65,9 +68,15 @@ class DistanceBiasedAttention(PaddedAttention):
                 remedy="Serve it with --kv-cache-dtype auto",
             )
         window = keywords.get("per_layer_sliding_window")
-        backend = get_attn_backend(
-            head_size, torch.get_default_dtype(), dtype, has_sliding_window=window is not None
-        )
+        backend = get_attn_backend(head_size, torch.get_default_dtype(), dtype, has_sliding_window=window is not None)
+        if backend.get_name() not in _BACKENDS:
+            raise ConfigError(
+                "Attention with a bias by distance cannot read where the keys of this backend lie.",
+                where=keywords.get("prefix", ""),
+                found=backend.get_name(),
+                needed=f"one of {', '.join(_BACKENDS)}",
+                remedy=f"Serve it with --attention-backend {_BACKENDS[1]}",
+            )
         super().__init__(num_heads, head_size, scale, attn_backend=_uncaptured(backend), **keywords)
         self.rule = Rule(float(scale), window, keywords.get("logits_soft_cap"))
 
