@@ -182,7 +182,10 @@ def test_cls_means_whole_prompts():
     assert "default_seq_pooling_type" in source and 'return "encoder_only"' in source
 
 
-@pytest.mark.parametrize("backend", "cpu_attn:CPUAttention flash_attn:FlashAttention triton_attn:TritonAttention".split())
+BACKENDS = "cpu_attn:CPUAttention flash_attn:FlashAttention triton_attn:TritonAttention"
+
+
+@pytest.mark.parametrize("backend", BACKENDS.split())
 def test_metadata_say_which_tokens_are_whose(backend):
     """What attention with a bias by distance reads, from the backends that it admits."""
     module, name = backend.split(":")

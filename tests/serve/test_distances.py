@@ -1,6 +1,5 @@
 """Attention with a bias by query and distance: the tokens of Transformers, however the engine cuts and mixes them."""
 
-import re
 from typing import Any
 
 import pytest
@@ -65,9 +64,10 @@ def test_compiled(harness: Harness) -> None:
 
 def test_requests_that_are_preempted(harness: Harness) -> None:
     """The pool does not hold what all of them grow to, so some are put off and begin again."""
-    prompts, grown = make_prompts(lengths=(118, 120, 121, 115), seed=19), 40
+    prompts, grown = make_prompts(lengths=(30, 29, 31, 28), seed=19), 40
     expected = _expected(harness, prompts, grown)
-    args = {"block_size": 64, "enable_prefix_caching": False, "max_num_seqs": 4, "num_gpu_blocks_override": 12}
+    args = {"block_size": 32, "enable_prefix_caching": False, "max_num_seqs": 4, "num_gpu_blocks_override": 42}
+    args["max_model_len"] = 96
     outcome = harness.call(stepping.run, harness.checkpoint(NAME), prompts, grown, args, timeout=240)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.preempted > 0
@@ -85,17 +85,10 @@ def test_a_bias_that_is_lost_would_be_seen(harness: Harness) -> None:
     assert not judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal
 
 
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        ({"tensor_parallel_size": 2}, "bias by distance.*--tensor-parallel-size 1"),
-        ({"kv_cache_dtype": "fp8"}, "cached in fewer bits.*--kv-cache-dtype auto"),
-    ],
-    ids=["ranks", "fewer bits"],
-)
-def test_what_cannot_be_served_is_refused(harness: Harness, args: dict[str, Any], reason: str) -> None:
+def test_keys_in_fewer_bits_are_refused(harness: Harness) -> None:
     _expected(harness, make_prompts())
     prompts = tuple(map(tuple, make_prompts()))
-    outcome = harness.serve(Request(harness.checkpoint(NAME), (prompts,), engine_args=args))
+    outcome = harness.serve(Request(harness.checkpoint(NAME), (prompts,), engine_args={"kv_cache_dtype": "fp8"}))
     assert not outcome.ok
-    assert re.search(reason, outcome.error, re.DOTALL), outcome.error
+    assert "cached in fewer bits" in outcome.error
+    assert "--kv-cache-dtype auto" in outcome.error
