@@ -66,8 +66,7 @@ def test_requests_that_are_preempted(harness: Harness) -> None:
     """The pool does not hold what all of them grow to, so some are put off and begin again."""
     prompts, grown = make_prompts(lengths=(30, 29, 31, 28), seed=19), 40
     expected = _expected(harness, prompts, grown)
-    args = {"block_size": 32, "enable_prefix_caching": False, "max_num_seqs": 4, "num_gpu_blocks_override": 42}
-    args["max_model_len"] = 96
+    args = {"block_size": 32, "enable_prefix_caching": False, "num_gpu_blocks_override": 42, "max_model_len": 96}
     outcome = harness.call(stepping.run, harness.checkpoint(NAME), prompts, grown, args, timeout=240)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.preempted > 0

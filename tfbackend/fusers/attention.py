@@ -9,7 +9,8 @@ turn, each with a KV cache of its own; how many calls there are must not change 
 Heads, scale, soft cap and sinks are read from the call that the model makes; the window is read from what the mask
 hides. A keyword that changes the result and has no place in AttentionSpec is a Miss. Attention that a model wrote out
 comes here through `inline_attention`, with its numbers. A keyword that says which keys to attend to is none up to the
-length of context of which it says all.
+length of context of which it says all. One that gives a bias for each query and key was made to give tables by
+distance beforehand, see distances.py, and the interface hands those to the layer.
 """
 
 from __future__ import annotations
