@@ -18,6 +18,7 @@ BELOW = (
     "cli/serve.py",
     "cli/bench.py",
     "verification/engine.py",
+    "verification/pooling_engine.py",
     "verification/workers.py",
 )
 """The files of DESIGN's tree that may import vLLM; the command line does so lazily."""

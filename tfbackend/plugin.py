@@ -101,15 +101,27 @@ class _Pooling:
         """Called last, with all of them."""
 
 
+class _Embedding(_Pooling):
+    """Likewise of one that gives vectors."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        from tfbackend.mixins.sentence import settle_activation
+
+        _Pooling.verify_and_update_model_config(model_config)
+        settle_activation(model_config)
+
+
 def _settle_pooling() -> None:
     """Let the front end know what is not in the config of a model that pools.
 
     The decoder of one that has an encoder too is given what the encoder is, so to the engine it has none; and a
-    language model that ranks has as many labels as its config names tokens for.
+    language model that ranks has as many labels as its config names tokens for. Whether vectors have length one it is
+    told by the files of sentence-transformers, of which vLLM reads only those that it knows by name.
     """
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    MODELS_CONFIG_MAP.update(dict.fromkeys(_POOLING, _Pooling))
+    MODELS_CONFIG_MAP.update({name: _Embedding if name.endswith("EmbeddingModel") else _Pooling for name in _POOLING})
 
 
 def _choose(config_class: Any) -> None:

@@ -207,6 +207,91 @@ def _not_a_number() -> None:
     _after_loading(change)
 
 
+def _dropped_pooler() -> None:
+    """What is between the first token and the classifier passes it on as it is."""
+    import torch
+
+    def change(model: Any) -> None:
+        pooler = model.model.pooler
+        pooler.dense.weight.copy_(torch.eye(len(pooler.dense.weight)))
+        pooler.dense.bias.zero_()
+        pooler.activation.forward = lambda x: x
+
+    _after_loading(change)
+
+
+def _wrong_pooling_position() -> None:
+    from vllm.model_executor.layers.pooler.seqwise import get_seq_pooling_method
+
+    from tfbackend.mixins import pooling
+
+    pooling.pooling_of = lambda plan: get_seq_pooling_method("LAST" if plan.pick == "first" else "CLS")
+
+
+def _padding_is_a_token() -> None:
+    """The last token of a text is read, also where that is padding."""
+    from tfbackend.mixins import pooling
+
+    pooling.last_real = lambda ids, padding: len(ids) - 1
+
+
+def _types_off() -> None:
+    """All tokens are of type 0."""
+    from tfbackend.mixins.pooling import PoolingMixin
+
+    right = PoolingMixin.forward
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return right(self, *args, **(kwargs | {"token_type_ids": None}))
+
+    PoolingMixin.forward = wrong
+
+
+def _dropped_classifier_bias() -> None:
+    _after_loading(lambda model: model.head.classifier.bias.zero_())
+
+
+def _nan_in_classifier() -> None:
+    """In what no module of the tree calls: only the answers show it."""
+    _after_loading(lambda model: model.head.classifier.weight.fill_(float("nan")))
+
+
+def _wrong_mode() -> None:
+    from tfbackend.mixins.sentence import SentencePool
+
+    right = SentencePool.__init__
+    SentencePool.__init__ = lambda self, modes: right(self, ("cls",))
+
+
+def _dropped_module() -> None:
+    """The last module of a folder, before vectors are made as long as one."""
+    from tfbackend.mixins import sentence
+
+    right = sentence.build_steps
+    sentence.build_steps = lambda steps, weights_of: right(steps[:-1], weights_of)
+
+
+def _texts_pooled_together() -> None:
+    """The vector of each text of a call is that of all."""
+    from tfbackend.mixins.sentence import SentencePool
+
+    right = SentencePool.forward
+
+    def wrong(self: Any, *args: Any) -> Any:
+        vectors = right(self, *args)
+        return vectors.mean(0, keepdim=True).expand_as(vectors)
+
+    SentencePool.forward = wrong
+
+
+def _swapped_labels() -> None:
+    """A language model that ranks takes the token for no for that for yes."""
+    from tfbackend.reranker import Reranker
+
+    right = Reranker.rows
+    Reranker.rows = lambda self, head, ids: right(self, head, ids[::-1])
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "swapped q/k": _swapped_qk,
     "wrong scale": _wrong_scale,
@@ -224,4 +309,14 @@ FAULTS: dict[str, Callable[[], None]] = {
     "expert order permuted": _permuted_experts,
     "dead engine": _dead_engine,
     "not a number": _not_a_number,
+    "pooler dropped": _dropped_pooler,
+    "wrong pooling position": _wrong_pooling_position,
+    "padding taken for a token": _padding_is_a_token,
+    "types off": _types_off,
+    "classifier bias dropped": _dropped_classifier_bias,
+    "not a number in the classifier": _nan_in_classifier,
+    "wrong mode of pooling": _wrong_mode,
+    "module of a folder dropped": _dropped_module,
+    "texts pooled together": _texts_pooled_together,
+    "labels swapped": _swapped_labels,
 }

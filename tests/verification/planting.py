@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.verification.faults import VARIABLE
 from tfbackend.verification import rungs
-from tfbackend.verification.answers import EngineRequest
+from tfbackend.verification.answers import EngineRequest, PoolRequest
 from tfbackend.verification.ladder import Report, Request, climb
 from tfbackend.verification.processes import Outcome
 from tfbackend.verification.workers import Workers
@@ -53,6 +53,13 @@ class Planter:
         key = (str(request), fault)
         if key not in self._served:
             self._served[key] = self.workers.serve(request, env={VARIABLE: fault})
+        return self._served[key]
+
+    def pool(self, request: PoolRequest) -> Outcome:
+        """Likewise of an engine that pools."""
+        key = (str(request), self.fault)
+        if key not in self._served:
+            self._served[key] = self.workers.pool(request, env={VARIABLE: self.fault})
         return self._served[key]
 
     def close(self) -> None:

@@ -74,9 +74,9 @@ class ServedClass:
         return interface in self.mro
 
 
-def served_class(config: Any, architecture: str) -> ServedClass:
-    """The class for a config; `architecture` stands in where the config names none."""
-    name = class_name(config, architecture)
+def served_class(config: Any, architecture: str, task: str = "") -> ServedClass:
+    """The class for a config; `architecture` stands in where the config names none, `task` for what that says."""
+    name = class_name(config, architecture, task)
     bases = class_bases()
     if name not in bases:
         return ServedClass(name, ours=False)
@@ -86,11 +86,11 @@ def served_class(config: Any, architecture: str) -> ServedClass:
     return ServedClass(name, True, mro, can, cannot)
 
 
-def class_name(config: Any, architecture: str) -> str:
+def class_name(config: Any, architecture: str, task: str = "") -> str:
     """The name that vLLM looks up for `--model-impl transformers`."""
     text = config.get_text_config()
     name = "Transformers" + ("MultiModal" if text is not config else "") + ("MoE" if num_experts(text) else "")
-    task = task_of(config, architecture)
+    task = task or task_of(config, architecture)
     ends = {"embed": "EmbeddingModel", "classify": "ForSequenceClassification"}
     return name + ends.get(task, f"{kept_by(config) if text is config else ''}ForCausalLM")
 

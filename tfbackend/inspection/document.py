@@ -17,6 +17,7 @@ from tfbackend.inspection.memory import ALLOWANCE, BATCHED_TOKENS, BLOCK, IN_FLI
 from tfbackend.inspection.pooling import Pooling
 from tfbackend.inspection.tree import Site
 from tfbackend.inspection.verdict import NOT_SERVED, WORDS, Finding
+from tfbackend.meta import EMBED
 
 SCHEMA = "tfbackend.inspect/1"
 
@@ -59,7 +60,7 @@ def _pooling(pooling: Pooling | None) -> dict[str, Any] | None:
     modules = [{"path": path, "what": what} for path, what in pooling.modules]
     return {
         "task": pooling.task, "of": pooling.which, "labels": pooling.labels, "modules": modules,
-        "alone": list(pooling.alone),
+        "alone": list(pooling.alone), "normalised": pooling.normalised if pooling.task == EMBED else None,
     }  # fmt: skip
 
 

@@ -13,18 +13,20 @@ from tfbackend import meta as meta_stage
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.inspection import layout, memory, verdict
 from tfbackend.inspection.accounts import Accounts, keep_accounts
-from tfbackend.inspection.classes import ServedClass, served_class, task_of
+from tfbackend.inspection.classes import ServedClass, served_class
 from tfbackend.inspection.diffs import ForwardDiff, forward_diffs
 from tfbackend.inspection.headers import Headers
 from tfbackend.inspection.layout import Collective, ServedParameter
 from tfbackend.inspection.memory import Memory
-from tfbackend.inspection.pooling import Pooling, pooling_or_refusal
+from tfbackend.inspection.pooling import Pooling, pooling_or_refusal, task_of_model
+from tfbackend.inspection.ranking import with_ranks
 from tfbackend.inspection.target import Target, find, pick_dtype
 from tfbackend.inspection.tree import Site, build_tree
 from tfbackend.inspection.verdict import Finding
 from tfbackend.mlaspec import WIDTHS, sizes_named
 from tfbackend.plan import Plan, draft_plan
 from tfbackend.proof import Prover
+from tfbackend.reranker import settle_labels
 from tfbackend.serving import NATIVES, MLASizes, ServingSpec
 from tfbackend.weights import build_weight_map
 
@@ -126,22 +128,23 @@ def inspect_model(request: Request, progress: Progress = lambda step: None) -> I
     """
     progress(STEPS[0])
     target = find(request.model, trust_remote_code=request.trust_remote_code)
-    serving = _serving(request, target)
+    task, code = task_of_model(target.config, request.model), request.trust_remote_code
+    settle_labels(target.config)
+    serving = _serving(request, target, task)
     progress(STEPS[1])
-    task, code = task_of(target.config), request.trust_remote_code
     built = meta_stage.build(target.config, serving.dtype, trust_remote_code=code, task=task)
     progress(STEPS[2])
     plan, refusals = draft_plan(built, serving, Prover(request.proofs, request.budget))
     pooling, more = pooling_or_refusal(built, plan, request.model) if task != meta_stage.GENERATE else (None, [])
     refusals = (*refusals, *more)
     progress(STEPS[3])
-    served = served_class(target.config, plan.architecture)
+    served = served_class(target.config, plan.architecture, task)
     parameters = layout.parameters(built, plan, serving.tp_size, serving.dtype, ep=serving.ep)
     good = layout.ranks_that_divide(built, plan, serving.dtype)
     tree = build_tree(built, plan, parameters)
     measured = _measure(request, target, serving, plan, parameters)
     progress(STEPS[4])
-    accounts = _accounts(built, plan, target, serving)
+    accounts = _accounts(built, plan, target, serving, code)
     problems = _problems(target, plan, refusals, served, serving, parameters, good, accounts, measured)
     refused = {path for finding in problems for path in finding.where}
     return Inspection(
@@ -186,7 +189,7 @@ def _problems(
     ]
 
 
-def _serving(request: Request, target: Target) -> ServingSpec:
+def _serving(request: Request, target: Target, task: str) -> ServingSpec:
     quantization = _quantization(target.config)
     return ServingSpec(
         dtype=pick_dtype(request.dtype, target.config),
@@ -197,7 +200,7 @@ def _serving(request: Request, target: Target) -> ServingSpec:
         max_model_len=request.max_model_len or _limit(target.config) or 2048,
         device="cuda",
         compiled=True,
-        whole_prompts=task_of(target.config) != meta_stage.GENERATE,
+        whole_prompts=task != meta_stage.GENERATE,
         mla=_mla(target.config),
         natives=NATIVES,
     )
@@ -258,9 +261,12 @@ def _layer_number(path: str, plan: Plan) -> int | None:
     return int(path.removeprefix(stem).partition(".")[0]) if plan.layers and path.startswith(stem) else None
 
 
-def _accounts(built: meta_stage.MetaModel, plan: Plan, target: Target, serving: ServingSpec) -> Accounts | None:
+def _accounts(
+    built: meta_stage.MetaModel, plan: Plan, target: Target, serving: ServingSpec, trust_remote_code: bool
+) -> Accounts | None:
     if target.headers is None or not target.headers.tensors:
         return None
     quantized = serving.quantization is not None
     weight_map = build_weight_map(built.model, plan, quantized=quantized)
-    return keep_accounts(weight_map, built.model, target.headers, quantized=quantized)
+    headers = with_ranks(target.headers, target.config, built, plan, trust_remote_code=trust_remote_code)
+    return keep_accounts(weight_map, built.model, headers, quantized=quantized)

@@ -3,19 +3,18 @@ sentence-transformers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from tfbackend.errors import UnsupportedModelError
-from tfbackend.meta import CLASSIFY, MetaModel
+from tfbackend.inspection.classes import task_of
+from tfbackend.inspection.target import json_reader
+from tfbackend.meta import CLASSIFY, EMBED, GENERATE, MetaModel
 from tfbackend.plan import Plan
 from tfbackend.pooling import MEAN_LOGITS, PICKS
-from tfbackend.sentence import MODES, module_names, pooling_modes
+from tfbackend.sentence import sentence_plan
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Pooling:
         labels: logits there are; None for embeddings, or where only the class knows.
         modules: (path, what it is) of the head, in the full model or a folder of sentence-transformers.
         alone: why each prompt is run by itself; empty where prompts run side by side.
+        normalised: whether vectors have length one where a request says nothing of it.
     """
 
     task: str
@@ -35,27 +35,29 @@ class Pooling:
     labels: int | None
     modules: tuple[tuple[str, str], ...]
     alone: tuple[str, ...] = ()
+    normalised: bool = True
 
     def lines(self) -> list[str]:
         """Sentences, for the terminal and the page alike."""
         gives = f"logits of {self.labels} labels" if self.labels is not None else "logits"
         head = f"{gives if self.task == CLASSIFY else 'a vector'} of {self.which}"
         parts = [f"  {path}: {what}" for path, what in self.modules]
+        unit = ["  of length one"] if self.normalised and self.task != CLASSIFY else []
         lone = [f"each prompt is run by itself, in Transformers' own code: {why}" for why in self.alone[:1]]
-        return [head, *parts, *lone]
+        return [head, *parts, *unit, *lone]
 
 
-def pooling_of(built: MetaModel, plan: Plan, folder: str) -> Pooling:
+def pooling_of(built: MetaModel, plan: Plan, model: str) -> Pooling:
     """What is known of a model that was built to classify or to embed.
 
     Args:
-        folder: MODEL as it was written; the files of sentence-transformers are read where it is a folder.
+        model: MODEL as it was written, for the files of sentence-transformers.
 
     Raises:
         UnsupportedModelError: the files of sentence-transformers list something that cannot be done.
     """
     if plan.task != CLASSIFY:
-        return _of_embedding(plan, Path(folder))
+        return _of_embedding(plan, model)
     classifier = plan.classifier
     if classifier is None:
         which = "each token" if built.tokenwise else "the text, as the class itself pools"
@@ -83,33 +85,24 @@ def described(module: nn.Module) -> str:
     return f"{type(module).__name__}({inner})" if inner else type(module).__name__
 
 
-def _of_embedding(plan: Plan, folder: Path) -> Pooling:
-    listed = folder / "modules.json"
-    if not listed.is_file():
+def _of_embedding(plan: Plan, model: str) -> Pooling:
+    found = sentence_plan(json_reader(model))
+    if found is None:
         both = plan.both_ways or bool(plan.alone)
         return Pooling(plan.task, PICKS["first" if both else "last"], None, (), plan.alone)
-    modules = json.loads(listed.read_text(encoding="utf-8"))
-    names, parts, which = module_names(modules), [], "each token"
-    for name, module in zip(names, modules, strict=True):
-        path = str(module.get("path", ""))
-        config = _config(folder / path)
-        if name == "Pooling":
-            which = " beside ".join(MODES[mode] for mode in pooling_modes(config))
-        elif name != "Transformer":
-            sizes = f" {config['in_features']} -> {config['out_features']}" if "in_features" in config else ""
-            parts.append((path, f"{name}{sizes}"))
-    return Pooling(plan.task, which, None, tuple(parts), plan.alone)
+    parts = [(step.path, str(step)) for step in found.steps]
+    return Pooling(plan.task, found.which, None, tuple(parts), plan.alone, normalised=found.normalised)
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
-    path = folder / "config.json"
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+def task_of_model(config: Any, model: str) -> str:
+    """What MODEL is served for, one of meta.TASKS: a language model in a folder of sentence-transformers embeds."""
+    task = task_of(config)
+    return EMBED if task == GENERATE and json_reader(model)("modules.json") else task
 
 
-def pooling_or_refusal(built: MetaModel, plan: Plan, folder: str) -> tuple[Pooling | None, list[UnsupportedModelError]]:
+def pooling_or_refusal(built: MetaModel, plan: Plan, model: str) -> tuple[Pooling | None, list[UnsupportedModelError]]:
     """`pooling_of`, or why there is none."""
     try:
-        return pooling_of(built, plan, folder), []
+        return pooling_of(built, plan, model), []
     except UnsupportedModelError as error:
         return None, [error]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import torch
@@ -18,6 +21,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from transformers import PretrainedConfig
+from transformers.utils.hub import cached_file
 
 from tfbackend import meta
 from tfbackend.errors import ConfigError
@@ -62,6 +66,26 @@ def find(model: str, *, trust_remote_code: bool = False) -> Target:
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".json"):
         raise ConfigError("There is no such folder or file.", where=model, remedy="Check the path")
     return _from_hub(model, trust_remote_code)
+
+
+def json_reader(model: str) -> Callable[[str], Any]:
+    """Reads files of JSON beside the config of MODEL: their path in the folder -> what they hold, None for no file."""
+    path = Path(model).expanduser()
+
+    def read(name: str) -> Any:
+        found = (
+            None
+            if path.is_file()
+            else cached_file(
+                str(path) if path.is_dir() else model,
+                name,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+        )
+        return json.loads(Path(found).read_text(encoding="utf-8")) if found else None
+
+    return read
 
 
 def _from_hub(model: str, trust_remote_code: bool) -> Target:

@@ -27,7 +27,7 @@ from tfbackend.head import runnable
 from tfbackend.meta import CLASSIFY, EMBED
 from tfbackend.mixins.alone import AloneMixin
 from tfbackend.mixins.base import MaybeTensor
-from tfbackend.mixins.sentence import settle_sentence
+from tfbackend.mixins.sentence import plan_of, sentence_pooler
 from tfbackend.plan_alone import unplanned
 from tfbackend.pooling import MEAN_LOGITS, TOKENWISE, last_real
 from tfbackend.reranker import Reranker, classifier_weight, head_finder, reranker_of, settle_labels
@@ -101,9 +101,10 @@ class EmbeddingMixin(PoolingMixin):
         both = self.plan.both_ways or bool(self.plan.alone)
         if source == _DEFAULT:
             config.seq_pooling_type = "CLS" if both else "LAST"
-        pooler = DispatchPooler.for_embedding(config)
-        settle_sentence(self.model_config, pooler, chosen=source == "user")
-        return pooler
+        plan = plan_of(self.model_config)
+        if plan is None:
+            return DispatchPooler.for_embedding(config)
+        return sentence_pooler(plan, self.model_config, config, self.context.device, chosen=source == "user")
 
 
 class SequenceClassificationMixin(PoolingMixin):

@@ -1,49 +1,85 @@
-"""The modules of a sentence-transformers folder, as far as vLLM would not do them or do them wrongly in silence."""
+"""Poolers for the folders of sentence-transformers, whose modules vLLM knows some of, and of those a part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import io
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
-from torch import nn
-from vllm.config import ModelConfig
+from safetensors.torch import load
+from vllm.config import ModelConfig, PoolerConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.pooler import DispatchPooler
-from vllm.model_executor.layers.pooler.seqwise import SequencePooler, SequencePoolingMethod
+from vllm.model_executor.layers.pooler.activations import PoolerNormalize
+from vllm.model_executor.layers.pooler.seqwise import (
+    EmbeddingPoolerHead,
+    SequencePooler,
+    SequencePoolingMethod,
+    get_seq_pooling_method,
+)
+from vllm.model_executor.layers.pooler.tokwise import TokenEmbeddingPoolerHead, TokenPooler, get_tok_pooling_method
 from vllm.tasks import PoolingTask
 from vllm.transformers_utils.config import get_hf_file_to_dict
+from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 from vllm.v1.pool.metadata import PoolingMetadata
 
-from tfbackend.errors import CheckpointError
-from tfbackend.sentence import module_names, pool, pooling_modes
+from tfbackend.sentence import SentencePlan, build_steps, pool, sentence_plan
+
+logger = init_logger("vllm.tfbackend")
 
 
-def settle_sentence(config: ModelConfig, pooler: DispatchPooler, *, chosen: bool) -> None:
-    """Let `pooler` pool as the folder's files say, unless it was `chosen` otherwise, and see that vLLM read the rest.
+def plan_of(config: ModelConfig) -> SentencePlan | None:
+    """What the folder's files say, None where there are none.
 
     Raises:
-        UnsupportedModelError: the files list something that cannot be done.
-        CheckpointError: vLLM could not read a Dense module, and would have left it out.
+        UnsupportedModelError: they list something that cannot be done.
     """
-    listed = get_hf_file_to_dict("modules.json", config.model, config.revision)
-    if not listed:
-        return
-    modules = listed.get("modules", []) if isinstance(listed, dict) else listed
-    names = module_names(modules)
-    embed = pooler.poolers_by_task["embed"]
-    assert isinstance(embed, SequencePooler)
-    dense = names.count("Dense")
-    projector = getattr(embed.head, "projector", None)
-    read = sum(isinstance(m, nn.Linear) for m in projector.modules()) if isinstance(projector, nn.Module) else 0
-    if read != dense:
-        raise CheckpointError(
-            "A Dense module of sentence-transformers could not be read.",
-            where=config.model,
-            found=f"{read} of {dense}; the log says why",
-        )
-    if not chosen:
-        folder = modules[names.index("Pooling")].get("path", "")
-        given = get_hf_file_to_dict(f"{folder}/config.json" if folder else "config.json", config.model, config.revision)
-        embed.pooling = SentencePool(pooling_modes(given or {}))
+    return sentence_plan(lambda name: get_hf_file_to_dict(name, config.model, config.revision))
+
+
+def settle_activation(config: ModelConfig) -> None:
+    """Let vectors have length one where the folder's files say so, unless the user has said something."""
+    plan, pooler, sources = plan_of(config), config.pooler_config, getattr(config, "_pooler_config_sources", {})
+    if plan is not None and pooler is not None and sources.get("use_activation") != "user":
+        pooler.use_activation = plan.normalised
+
+
+def sentence_pooler(
+    plan: SentencePlan, model: ModelConfig, pooler: PoolerConfig, device: torch.device, *, chosen: bool
+) -> DispatchPooler:
+    """What the plan says, for a vector of each token and, where it pools, of a text.
+
+    Args:
+        chosen: whether the user chose which token stands for a text.
+
+    Raises:
+        CheckpointError: the weights of a module are not there, or do not fit it.
+    """
+    steps = build_steps(plan.steps, lambda path: _weights(model, path))
+    if steps is not None:
+        steps.to(device, model.head_dtype)
+    if plan.skipped:
+        logger.info("tokens of %s have vectors too: who compares texts leaves them out", " ".join(plan.skipped))
+    token_head = TokenEmbeddingPoolerHead(head_dtype=model.head_dtype, projector=steps, activation=PoolerNormalize())
+    tokens = TokenPooler(pooling=get_tok_pooling_method(pooler.get_tok_pooling_type()), head=token_head)
+    if not plan.modes:
+        return DispatchPooler({"token_embed": tokens})
+    head = EmbeddingPoolerHead(head_dtype=model.head_dtype, projector=steps, activation=PoolerNormalize())
+    method = get_seq_pooling_method(pooler.get_seq_pooling_type()) if chosen else SentencePool(plan.modes)
+    return DispatchPooler({"token_embed": tokens, "embed": SequencePooler(pooling=method, head=head)})
+
+
+def _weights(config: ModelConfig, path: str) -> Mapping[str, torch.Tensor] | None:
+    """Tensors of a module."""
+    folder = f"{path}/" if path else ""
+    if found := get_hf_file_bytes(f"{folder}model.safetensors", config.model, config.revision):
+        read: Mapping[str, torch.Tensor] = load(found)
+        return read
+    if found := get_hf_file_bytes(f"{folder}pytorch_model.bin", config.model, config.revision):
+        tensors: Mapping[str, Any] = torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
+        return tensors
+    return None
 
 
 class SentencePool(SequencePoolingMethod):

@@ -73,3 +73,58 @@ class Served:
     def answers(self) -> tuple[Answer, ...]:
         """Those of all batches, in order."""
         return tuple(answer for batch in self.batches for answer in batch)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a model that pools is asked about.
+
+    Attributes:
+        ids: its tokens.
+        second: place of the first token of type 1, as of the second of two texts; None where no types are told.
+    """
+
+    ids: Prompt
+    second: int | None = None
+
+
+Rows = tuple[tuple[float, ...], ...]
+"""What a model that pools gives for a text: [1, numbers] for all of it, or [tokens, numbers]."""
+
+
+@dataclass(frozen=True)
+class PoolRequest:
+    """One start of an engine that pools and the batches to send it, one `encode` call each.
+
+    Attributes:
+        model: folder or Hub id.
+        batches: texts.
+        task: of vLLM's pooling tasks; labels come as logits, vectors as the engine gives them where nothing is said.
+        options: keywords of vLLM's LLM, beside the usual ones.
+        own_tokenizer: whether the engine needs the tokenizer of the model.
+        find_nonfinite: whether to watch every module for values that are not finite; for eager engines of one rank.
+    """
+
+    model: str
+    batches: tuple[tuple[Text, ...], ...]
+    task: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    own_tokenizer: bool = False
+    find_nonfinite: bool = False
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What one engine that pools gave.
+
+    Attributes:
+        batches: rows for each text of each batch.
+        model_class, graphs, nonfinite, checked, seconds: as of Served.
+    """
+
+    batches: tuple[tuple[Rows, ...], ...]
+    model_class: str
+    graphs: int = 0
+    nonfinite: str = ""
+    checked: int = 0
+    seconds: float = 0.0

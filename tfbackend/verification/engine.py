@@ -34,19 +34,19 @@ def serve(request: EngineRequest) -> Served:
     params = SamplingParams(
         temperature=0.0, max_tokens=request.max_tokens, logprobs=TOP, ignore_eos=True, detokenize=False
     )
-    llm.apply_model(_watch_tokens)
+    llm.apply_model(watch_tokens)
     if request.find_nonfinite:
-        llm.apply_model(_watch_values)
+        llm.apply_model(watch_values)
     batches, cached = [], []
     for prompts in request.batches:
         outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
         batches.append(tuple(map(_answer, outputs)))
         cached.append(tuple(output.num_cached_tokens or 0 for output in outputs))
-        _values.stop()
-    name, largest, graphs = llm.apply_model(_describe)[0]
+        values.stop()
+    name, largest, graphs = llm.apply_model(describe)[0]
     if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         llm.llm_engine.engine_core.shutdown()  # shared memory of other ranks would outlive the process
-    found, checked = _values.found, _values.checked
+    found, checked = values.found, values.checked
     return Served(tuple(batches), tuple(cached), name, largest, graphs, found, checked, seconds)
 
 
@@ -82,10 +82,10 @@ class _Values:
         self.hooks = []
 
 
-_tokens, _values = _Tokens(), _Values()
+_tokens, values = _Tokens(), _Values()
 
 
-def _watch_tokens(model: Any) -> None:
+def watch_tokens(model: Any) -> None:
     """From now on remember the largest number of tokens that one forward was given."""
     model.register_forward_pre_hook(_note_tokens, with_kwargs=True)
 
@@ -95,10 +95,12 @@ def _note_tokens(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     _tokens.largest = max(_tokens.largest, positions.shape[-1])
 
 
-def _watch_values(model: Any) -> None:
+def watch_values(model: Any) -> None:
     """Until `stop` look at every output of every module; and at the logits of every forward."""
     for name, module in model.named_modules():
-        _values.hooks.append(module.register_forward_hook(_noter(name or type(model).__name__)))
+        values.hooks.append(module.register_forward_hook(_noter(name or type(model).__name__)))
+    if not hasattr(model, "compute_logits"):
+        return  # a model that pools gives its answers to be looked at
     compute, note = model.compute_logits, _noter("logits")
 
     def compute_logits(*args: Any, **kwargs: Any) -> Any:
@@ -116,14 +118,14 @@ def _noter(name: str) -> Any:
 
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                _values.checked += 1
-                if not _values.found and not bool(torch.isfinite(leaf).all()):
-                    _values.found = name
+                values.checked += 1
+                if not values.found and not bool(torch.isfinite(leaf).all()):
+                    values.found = name
 
     return note
 
 
-def _describe(model: Any) -> tuple[str, int, int]:
+def describe(model: Any) -> tuple[str, int, int]:
     """Full name of the class that serves, the largest forward, the number of compiled graphs."""
     from torch._dynamo.utils import counters
 

@@ -9,17 +9,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
 from tfbackend.inspection.headers import Headers, read_folder
-from tfbackend.inspection.target import Target, find
+from tfbackend.inspection.pooling import task_of_model
+from tfbackend.inspection.target import Target, find, json_reader
+from tfbackend.meta import CLASSIFY, GENERATE
 from tfbackend.plan import Plan
-from tfbackend.verification import oracle
+from tfbackend.reranker import reranker_of, settle_labels
+from tfbackend.sentence import sentence_plan
+from tfbackend.verification import oracle, pooling_oracle
 from tfbackend.verification.engine_log import died
 from tfbackend.verification.machine import has_vllm, room_for
+from tfbackend.verification.pooling_running import PoolRunning
+from tfbackend.verification.processes import Outcome
 from tfbackend.verification.prompts import make_prompts
-from tfbackend.verification.rungs import DEFAULT, NOT_RUN, PASS, QUICK, RUNGS, UNKNOWN, Finding, Result, Rung, asked
+from tfbackend.verification.rungs import DEFAULT, NOT_RUN, PASS, QUICK, UNKNOWN, Finding, Result, Rung, asked, rungs_of
 from tfbackend.verification.running import Running, Runs
 from tfbackend.verification.shrink import shrink_config
 from tfbackend.verification.structure import Structure
+from tfbackend.verification.vectors import texts_of
 
 CHECKPOINT, CONFIG, TINY = "checkpoint", "config", "tiny random checkpoint"
 
@@ -43,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was found: one result for each of RUNGS, in order.
+    """Everything that was found: one result for each rung of its task, in order.
 
     Attributes:
         architecture: class of the Transformers model, "" where it could not be built.
@@ -96,19 +105,21 @@ class _Climber:
     runs: Runs
     stack: ExitStack
     structure: Structure = field(init=False)
-    running: Running = field(init=False)
+    running: Running | PoolRunning = field(init=False)
 
     def __post_init__(self) -> None:
+        self.task = task_of_model(self.target.config, self.request.model)
+        settle_labels(self.target.config)
         self.structure = self._structure_of(self.target)
         self.tiny = not _at_hand(self.target.headers)
         self.architecture = ""
 
     def _structure_of(self, target: Target) -> Structure:
-        return Structure(target.config, self.request.trust_remote_code, self.request.proofs)
+        return Structure(target.config, self.request.trust_remote_code, self.request.proofs, self.task)
 
     def results(self, listener: Listener) -> list[Result]:
         results, stopped = [], ""
-        for rung in RUNGS:
+        for rung in rungs_of(self.task):
             result = self._ask(rung, stopped, listener)
             if rung.needed and result.finding.verdict != PASS and not stopped and not self._may_go_on(result):
                 stopped = rung.title
@@ -130,7 +141,7 @@ class _Climber:
             return Result(rung, Finding(NOT_RUN, needs=f"the rung before: {stopped}"), of)
         listener.begin(rung)
         start = time.monotonic()
-        finding = _STEPS[rung.name](self)
+        finding = _STEPS[rung.name](self) if rung.name in _STEPS else getattr(self.running, rung.name)()
         return Result(rung, finding, of, time.monotonic() - start)
 
     def _meta(self) -> Finding:
@@ -153,7 +164,7 @@ class _Climber:
         whole = self.structure.plan
         folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="tfbackend-verify-"))
         config = shrink_config(self.target.config)
-        made = self.runs.call_oracle(oracle.make_checkpoint, config, folder, self.request.trust_remote_code)
+        made = self._checkpoint(config, folder)
         if not made.ok:
             return Finding(UNKNOWN, detail=f"no tiny checkpoint could be made: {died(made)}", needs="weights")
         tiny = find(folder, trust_remote_code=self.request.trust_remote_code)
@@ -167,19 +178,40 @@ class _Climber:
             return Finding(UNKNOWN, detail=f"the tiny model lacks {', '.join(sorted(lost))}", needs="weights")
         return None
 
+    def _checkpoint(self, config: PretrainedConfig, folder: str) -> Outcome:
+        code = self.request.trust_remote_code
+        if self.task == GENERATE:
+            return self.runs.call_oracle(oracle.make_checkpoint, config, folder, code)
+        return self.runs.call_oracle(pooling_oracle.make_checkpoint, config, folder, self.task == CLASSIFY, code)
+
     def _loads(self) -> Finding:
         if not has_vllm():
             return Finding(NOT_RUN, needs="vLLM 0.32 or 0.33")
         plan, config = self.structure.plan, self.target.config.get_text_config()
         assert plan is not None
         windows = [reach for _, spec in plan.attention if (reach := spec.window or spec.chunk)]
-        limit = getattr(config, "max_position_embeddings", None)
-        limit = limit if isinstance(limit, int) and limit > 0 else None
         padding = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else None
-        prompts = make_prompts(config.vocab_size, windows, limit, padding)
-        quick, trust = self.request.level == QUICK, self.request.trust_remote_code
-        self.running = Running(self.target.name, prompts, self.runs, limit, quick, trust)
+        quick, trust, limit = self.request.level == QUICK, self.request.trust_remote_code, self.structure.limit
+        vocabulary = getattr(config, "vocab_size", None) or _BYTES
+        prompts = make_prompts(vocabulary, windows, limit, padding)
+        if self.task == GENERATE:
+            self.running = Running(self.target.name, prompts, self.runs, limit, quick, trust)
+            return self.running.loads()
+        end = getattr(config, "eos_token_id", None)
+        end = end if isinstance(end, int) else None
+        texts = texts_of(prompts, vocabulary, end, padding, typed=plan.typed and plan.types > 1)
+        task, own = self._pooling_task(), reranker_of(self.target.config) is not None
+        context = self.structure.context
+        self.running = PoolRunning(self.target.name, texts, self.runs, task, context, quick, own, trust)
         return self.running.loads()
+
+    def _pooling_task(self) -> str:
+        """What of vLLM's pooling tasks the model is asked for."""
+        assert self.structure.built is not None
+        if self.task == CLASSIFY:
+            return "token_classify" if self.structure.built.tokenwise else "classify"
+        found = sentence_plan(json_reader(self.target.name))
+        return "token_embed" if found is not None and not found.modes else "embed"
 
     def _ranks(self) -> Finding:
         if missing := room_for(2):
@@ -188,6 +220,16 @@ class _Climber:
         if refusals:
             return Finding(NOT_RUN, needs=f"a model that two ranks can share: {refusals[0]}")
         return self.running.ranks()
+
+    def _compiled(self) -> Finding:
+        assert self.structure.plan is not None
+        if self.structure.plan.alone:
+            return Finding(NOT_RUN, needs="a model whose prompts run side by side")
+        return self.running.compiled()
+
+    def _equal(self) -> Finding:
+        assert isinstance(self.running, PoolRunning)
+        return self.running.equal()
 
     def _stages(self) -> Finding:
         if missing := room_for(2):
@@ -199,6 +241,10 @@ class _Climber:
         return self.running.stages()
 
 
+_BYTES = 256
+"""Token ids of a model that names no vocabulary."""
+
+
 def _kinds(plan: Plan) -> set[str]:
     return set(plan.counts)
 
@@ -208,13 +254,10 @@ _STEPS: dict[str, Callable[[_Climber], Finding]] = {
     "proofs": _Climber._proofs,
     "ledger": _Climber._ledger,
     "loads": _Climber._loads,
-    "finite": lambda self: self.running.finite(),
-    "greedy": lambda self: self.running.greedy(),
-    "topk": lambda self: self.running.topk(),
-    "batch": lambda self: self.running.batch(),
-    "chunked": lambda self: self.running.chunked(),
-    "prefix": lambda self: self.running.prefix(),
-    "compiled": lambda self: self.running.compiled(),
+    "cosine": _Climber._equal,
+    "logits": _Climber._equal,
+    "compiled": _Climber._compiled,
     "tp2": _Climber._ranks,
     "pp2": _Climber._stages,
 }
+"""What answers a rung; the others are asked of what runs the engines, by their names."""

@@ -72,10 +72,19 @@ def make_checkpoint(config: PretrainedConfig, folder: str, trust_remote_code: bo
     Raises:
         CheckpointError: the model is too large to be called tiny.
     """
+    return write_random(AutoModelForCausalLM, config, folder, trust_remote_code)
+
+
+def write_random(auto: Any, config: PretrainedConfig, folder: str, trust_remote_code: bool = False) -> int:
+    """Likewise of one of Transformers' automatic classes.
+
+    Raises:
+        CheckpointError: the model is too large to be called tiny.
+    """
     logging.set_verbosity_error()
     config._attn_implementation = "eager"
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        empty = auto.from_config(config, trust_remote_code=trust_remote_code)
     count: int = sum(parameter.numel() for parameter in empty.parameters())
     if count > _MOST_PARAMETERS:
         raise CheckpointError(
@@ -85,7 +94,7 @@ def make_checkpoint(config: PretrainedConfig, folder: str, trust_remote_code: bo
             remedy="Give a folder with weights",
         )
     torch.manual_seed(_SEED)
-    model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    model = auto.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     randomise(model)
     Path(folder).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

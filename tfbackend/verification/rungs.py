@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tfbackend.meta import CLASSIFY, EMBED
+
 PASS, FAIL, UNKNOWN, NOT_RUN = "pass", "fail", "cannot tell", "not run"
 QUICK, DEFAULT, FULL = "quick", "default", "full"
 LEVELS = (QUICK, DEFAULT, FULL)
@@ -113,6 +115,30 @@ RUNGS: tuple[Rung, ...] = (
 )  # fmt: skip
 
 
+POOLING: dict[str, Rung] = {
+    EMBED: Rung(
+        "cosine", "vectors equal Transformers'",
+        "The served model gives other vectors than the model does: what is near in one is not in the other.", QUICK,
+    ),
+    CLASSIFY: Rung(
+        "logits", "logits equal Transformers'",
+        "The served model judges otherwise than the model does: a part of its head, or the token that it reads.", QUICK,
+    ),
+}  # fmt: skip
+"""What a model that pools is asked in place of tokens, by its task."""
+_OF_TEXTS = ("greedy", "topk", "chunked", "prefix", "pp2")
+"""Rungs that only a model that generates has: one that pools is given whole prompts, in one call."""
+
+
+def rungs_of(task: str) -> tuple[Rung, ...]:
+    """The ladder of a model that is served for `task`, one of meta.TASKS."""
+    if task not in POOLING:
+        return RUNGS
+    rungs = [rung for rung in RUNGS if rung.name not in _OF_TEXTS]
+    rungs.insert(1 + next(i for i, rung in enumerate(rungs) if rung.name == "finite"), POOLING[task])
+    return tuple(rungs)
+
+
 def asked(rung: Rung, level: str) -> bool:
     """Whether a run of this level asks the rung."""
     return LEVELS.index(rung.level) <= LEVELS.index(level)
@@ -124,7 +150,7 @@ def overall(results: tuple[Result, ...]) -> str:
     if FAIL in verdicts:
         return FAIL
     open_ = any(r.finding.verdict == NOT_RUN and r.rung.level == QUICK for r in results)
-    return UNKNOWN if UNKNOWN in verdicts or open_ or len(results) < len(RUNGS) else PASS
+    return UNKNOWN if UNKNOWN in verdicts or open_ or not results else PASS
 
 
 STATUS = {PASS: 0, FAIL: 1, UNKNOWN: 2}

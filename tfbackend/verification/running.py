@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tfbackend.verification.answers import Answer, EngineRequest, Prompt, Served
+from tfbackend.verification.answers import Answer, EngineRequest, Pooled, PoolRequest, Prompt, Served
 from tfbackend.verification.engine_log import died, loaded_before
 from tfbackend.verification.judge import MARGIN, Verdict, judge, top_distance
 from tfbackend.verification.machine import devices
@@ -31,6 +31,8 @@ class Runs(Protocol):
     def call_oracle(self, function: Any, *args: Any) -> Outcome: ...
 
     def serve(self, request: EngineRequest) -> Outcome: ...
+
+    def pool(self, request: PoolRequest) -> Outcome: ...
 
 
 @dataclass
@@ -63,16 +65,7 @@ class Running:
 
     def loads(self) -> Finding:
         """Start the plain engine; what it says is kept for the rungs above."""
-        outcome = self.plain
-        if not outcome.ok and not loaded_before(outcome):
-            return Finding(FAIL, detail=died(outcome))
-        if not outcome.ok:
-            return Finding(PASS, "it came up, and failed later")
-        served: Served = outcome.value
-        figure = f"{served.model_class.rpartition('.')[2]}, up in {served.seconds:.1f} s"
-        if not served.model_class.startswith(_SERVED_BY):
-            return Finding(FAIL, figure, served.seconds, "s", f"{served.model_class} serves it, not tfbackend")
-        return Finding(PASS, figure, served.seconds, "s")
+        return of_loading(self.plain)
 
     @property
     def plain(self) -> Outcome:
@@ -169,7 +162,7 @@ class Running:
         first, second = self.prompts.long
         outcome = self._serve(((first,), (second, first)), enable_prefix_caching=True, block_size=BLOCK)
         if not (outcome.ok and self.plain.ok):
-            return _no_answer(outcome, self.plain)
+            return no_answer(outcome, self.plain)
         index = len(self.prompts.short)
         alone = self.plain.value.answers()
         cold = [alone[index], alone[index + 1], alone[index]]
@@ -201,7 +194,7 @@ class Running:
     def _against_plain(self, outcome: Outcome, whose: str) -> Finding:
         """Answers to `asked` in one batch, against the plain engine's."""
         if not (outcome.ok and self.plain.ok):
-            return _no_answer(outcome, self.plain)
+            return no_answer(outcome, self.plain)
         return self._same(self.plain.value.answers()[: len(self.asked)], outcome.value.answers(), whose)
 
     def _same(self, expected: Sequence[Answer], got: Sequence[Answer], whose: str) -> Finding:
@@ -211,6 +204,19 @@ class Running:
         if not verdict.equal:
             return Finding(FAIL, figure, verdict.worst_logprob, "nats", verdict.fault)
         return Finding(PASS, figure, verdict.worst_logprob, "nats")
+
+
+def of_loading(outcome: Outcome) -> Finding:
+    """Whether the plain engine came up, and with a class of ours."""
+    if not outcome.ok and not loaded_before(outcome):
+        return Finding(FAIL, detail=died(outcome))
+    if not outcome.ok:
+        return Finding(PASS, "it came up, and failed later")
+    served: Served | Pooled = outcome.value
+    figure = f"{served.model_class.rpartition('.')[2]}, up in {served.seconds:.1f} s"
+    if not served.model_class.startswith(_SERVED_BY):
+        return Finding(FAIL, figure, served.seconds, "s", f"{served.model_class} serves it, not tfbackend")
+    return Finding(PASS, figure, served.seconds, "s")
 
 
 def _compare(expected: Sequence[Answer], got: Sequence[Answer], **how: Any) -> Verdict:
@@ -234,7 +240,8 @@ def _of_tokens(verdict: Verdict, prompts: int, unreached: Sequence[int]) -> Find
     return Finding(PASS, figure, float(verdict.compared), "tokens")
 
 
-def _no_answer(outcome: Outcome, plain: Outcome) -> Finding:
+def no_answer(outcome: Outcome, plain: Outcome) -> Finding:
+    """What an engine that did not answer, or a plain one that did not, leaves of a comparison."""
     if not outcome.ok:
         return Finding(FAIL, detail=died(outcome))
     return Finding(NOT_RUN, needs=f"an engine that answers, and the plain one did not: {plain.error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,13 +13,17 @@ from tfbackend import meta
 from tfbackend.errors import TfbackendError, UnsupportedModelError
 from tfbackend.inspection.accounts import Accounts, keep_accounts
 from tfbackend.inspection.headers import Headers
-from tfbackend.meta import MetaModel
+from tfbackend.inspection.ranking import with_ranks
+from tfbackend.meta import GENERATE, MetaModel
 from tfbackend.plan import Plan, draft_plan
 from tfbackend.proof import Prover
 from tfbackend.serving import ServingSpec
+from tfbackend.verification.prompts import TOKENS
 from tfbackend.verification.rungs import FAIL, PASS, UNKNOWN, Finding
 from tfbackend.weights import build_weight_map
 
+LONGEST_TEXT = 1200
+"""Tokens; longer than the widest window that prompts reach past."""
 _PROOF_SECONDS = 120.0
 _NAMED = 3
 
@@ -32,12 +36,14 @@ class Structure:
         config: its config.
         trust_remote_code: whether code that comes with the model may run.
         proofs: folder of remembered proofs, None for none.
+        task: one of meta.TASKS, what it is served for.
         built, plan: the model on meta and its plan in float32 for one rank, once they are made.
     """
 
     config: PretrainedConfig
     trust_remote_code: bool = False
     proofs: Path | None = None
+    task: str = GENERATE
     built: MetaModel | None = None
     plan: Plan | None = None
     refusals: Sequence[UnsupportedModelError] = field(default=())
@@ -45,7 +51,8 @@ class Structure:
     def build(self) -> Finding:
         """Build on meta."""
         try:
-            self.built = meta.build(self.config, torch.float32, trust_remote_code=self.trust_remote_code)
+            code = self.trust_remote_code
+            self.built = meta.build(self.config, torch.float32, trust_remote_code=code, task=self.task)
         except TfbackendError as error:
             return Finding(FAIL, detail=str(error))
         model = self.built.model
@@ -77,7 +84,20 @@ class Structure:
         it."""
         assert self.built is not None
         serving = ServingSpec(dtype=torch.float32, tp_size=ranks, pp_size=stages)
+        if self.task != GENERATE:
+            serving = replace(serving, whole_prompts=True, max_model_len=self.context)
         return draft_plan(self.built, serving, Prover(self.proofs, _PROOF_SECONDS))
+
+    @property
+    def limit(self) -> int | None:
+        """Longest context of the model (tokens), None where the config names none."""
+        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest text that a model that pools is asked about."""
+        return min(LONGEST_TEXT, max(1, (self.limit or LONGEST_TEXT) - TOKENS))
 
     def account(self, headers: Headers) -> Finding:
         """The ledger from the headers of the checkpoint."""
@@ -87,6 +107,11 @@ class Structure:
             return Finding(UNKNOWN if pickled else FAIL, detail=_some(headers.problems))
         if not headers.tensors:
             return Finding(UNKNOWN, detail=headers.note or "no tensor is named anywhere")
+        try:
+            code = self.trust_remote_code
+            headers = with_ranks(headers, self.config, self.built, self.plan, trust_remote_code=code)
+        except TfbackendError as error:
+            return Finding(FAIL, detail=str(error))
         quantized = getattr(self.config, "quantization_config", None) is not None
         weight_map = build_weight_map(self.built.model, self.plan, quantized=quantized)
         return _judge_accounts(keep_accounts(weight_map, self.built.model, headers, quantized=quantized))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfbackend.verification import engine, oracle
-from tfbackend.verification.answers import EngineRequest, Prompt
+from tfbackend.verification import engine, oracle, pooling_engine
+from tfbackend.verification.answers import EngineRequest, PoolRequest, Prompt
 from tfbackend.verification.machine import devices
 from tfbackend.verification.processes import Outcome, WarmProcess
 
@@ -16,7 +16,7 @@ ORACLE_TIMEOUT = 1800.0
 ENGINE_TIMEOUT = 900.0
 """Seconds. An engine may have to read many gigabytes, and the oracle to think about them."""
 
-_ORACLE_IMPORTS = ("torch", "transformers.models.auto.modeling_auto", "tfbackend.verification.oracle")
+_ORACLE_IMPORTS = ("torch", "transformers.models.auto.modeling_auto", "tfbackend.verification.pooling_oracle")
 # The slow imports of an engine start. None of them loads plugins, a model class or a device.
 _ENGINE_IMPORTS = (
     "vllm",
@@ -27,6 +27,7 @@ _ENGINE_IMPORTS = (
     "vllm.model_executor.model_loader",
     "transformers.models.auto.modeling_auto",
     "tfbackend.verification.engine",
+    "tfbackend.verification.pooling_engine",
 )
 _CPU_IMPORTS = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
 
@@ -75,6 +76,10 @@ class Workers:
     def serve(self, request: EngineRequest, env: Mapping[str, str] | None = None) -> Outcome:
         """One engine: a `Served`."""
         return self._engine.call(engine.serve, request, env=env, timeout=ENGINE_TIMEOUT)
+
+    def pool(self, request: PoolRequest, env: Mapping[str, str] | None = None) -> Outcome:
+        """One engine that pools: a `Pooled`."""
+        return self._engine.call(pooling_engine.pool, request, env=env, timeout=ENGINE_TIMEOUT)
 
     def close(self) -> None:
         """Stop both."""
