@@ -3,7 +3,9 @@ device."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -26,6 +28,7 @@ _LABELLING = ("ForQuestionAnswering", "ForQuestionAnsweringSimple", "RewardModel
 """Ends of the names of classes that give logits, of which vLLM knows nothing, or for which it has one that embeds."""
 _HYBRID = ("TransformersHybridForCausalLM", "TransformersMoEHybridForCausalLM")
 _CLASSES = (*_PLAIN, *_HYBRID, *_ATTENTION_FREE, *_POOLING)
+_ENGINE = "vllm.v1.engine.core"
 _STATE_BACKEND = "tfbackend.layers.state.StateBackend"
 _OPS = ("vllm::tfbackend_state", "vllm::tfbackend_distance_attention")
 """Operations that read which requests a step has, at which vLLM cuts a compiled model."""
@@ -51,6 +54,7 @@ def register() -> None:
     _admit(type(ModelRegistry))
     _keep_state()
     _settle_pooling()
+    _watch_engine()
 
 
 def _keep_state() -> None:
@@ -93,6 +97,8 @@ class _Pooling:
         """Called first, while there is but the model's config."""
         from tfbackend.reranker import settle_labels
 
+        importlib.import_module(_ENGINE)
+        _watch_engine()  # here too: an engine that is forked from this process loads no plugins
         vars(model_config)["is_encoder_decoder"] = False  # a cached property
         settle_labels(model_config.hf_config)
 
@@ -122,6 +128,31 @@ def _settle_pooling() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     MODELS_CONFIG_MAP.update({name: _Embedding if name.endswith("EmbeddingModel") else _Pooling for name in _POOLING})
+
+
+def _watch_engine() -> None:
+    """Let an engine in this process ask the ranks that have its model what requests they can do.
+
+    It does so once they have loaded it, and before it takes any request: part of the third patch of vLLM, which is in
+    mixins/requests.py.
+    """
+    module = sys.modules.get(_ENGINE)
+    if module is None:
+        return
+    original = module.EngineCore._initialize_kv_caches
+    if getattr(original, "asks_ranks", False):
+        return
+
+    @wraps(original)
+    def initialize(self: Any, *args: Any, **keywords: Any) -> Any:
+        from tfbackend.mixins.requests import ask_ranks
+
+        made = original(self, *args, **keywords)
+        ask_ranks(self)
+        return made
+
+    vars(initialize)["asks_ranks"] = True
+    module.EngineCore._initialize_kv_caches = initialize
 
 
 def _choose(config_class: Any) -> None:

@@ -260,7 +260,7 @@ def _wrong_mode() -> None:
     from tfbackend.mixins.sentence import SentencePool
 
     right = SentencePool.__init__
-    SentencePool.__init__ = lambda self, modes: right(self, ("cls",))
+    SentencePool.__init__ = lambda self, modes: right(self, ("cls",) * len(modes))
 
 
 def _dropped_module() -> None:

@@ -75,8 +75,10 @@ def _sentence(folder: Path) -> None:
         f"{ST}Dense": {"in_features": 256, "out_features": 24, "bias": True,
                        "activation_function": "torch.nn.modules.activation.Tanh"},
         f"{ST}LayerNorm": {"dimension": 24},
-        "sentence_transformers.base.modules.dense.Dense": {"in_features": 24, "out_features": 20, "bias": False, "use_residual": True,
-                             "activation_function": "torch.nn.modules.activation.GELU"},
+        "sentence_transformers.base.modules.dense.Dense": {
+            "in_features": 24, "out_features": 20, "bias": False, "use_residual": True,
+            "activation_function": "torch.nn.modules.activation.GELU",
+        },
         f"{ST}Normalize": {},
     })  # fmt: skip
 

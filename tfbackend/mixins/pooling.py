@@ -11,7 +11,12 @@ from vllm.config import ModelConfig, PoolerConfig
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.pooler import DispatchPooler, PoolingParamsUpdate
 from vllm.model_executor.layers.pooler.seqwise import SequencePoolingMethod, get_seq_pooling_method, pooler_for_classify
-from vllm.model_executor.layers.pooler.tokwise import pooler_for_token_classify
+from vllm.model_executor.layers.pooler.tokwise import (
+    StepPool,
+    TokenPooler,
+    TokenPoolingMethodOutputItem,
+    pooler_for_token_classify,
+)
 from vllm.sequence import IntermediateTensors
 from vllm.tasks import PoolingTask
 from vllm.tokenizers import get_tokenizer
@@ -162,7 +167,7 @@ class SequenceClassificationMixin(PoolingMixin):
         if self.reranker is not None:
             self.ranked = classifier_weight(built.model, plan)
         if plan.pick == TOKENWISE:
-            return DispatchPooler({"token_classify": pooler_for_token_classify(config, classifier=classifier)})
+            return DispatchPooler({"token_classify": labels_of_tokens(config, classifier)})
         if self.reranker is not None and _source_of_pooling(self.model_config) == _DEFAULT:
             pooling = get_seq_pooling_method("LAST")
         elif _source_of_pooling(self.model_config) != _DEFAULT:
@@ -172,7 +177,8 @@ class SequenceClassificationMixin(PoolingMixin):
             return DispatchPooler({"classify": made})
         else:
             pooling = pooling_of(plan)
-        return DispatchPooler.for_seq_cls(config, pooling=pooling, classifier=classifier)
+        made = pooler_for_classify(config, pooling=pooling, classifier=classifier)
+        return DispatchPooler({"token_classify": labels_of_tokens(config, classifier), "classify": made})
 
     def _settled(self, built: meta.MetaModel, config: PoolerConfig) -> DispatchPooler:
         """The pooler where each row is logits already, and all rows of a text are alike."""
@@ -245,6 +251,31 @@ def pooling_of(plan: ClassifierPlan) -> SequencePoolingMethod:
     if plan.pick != "last_real" or plan.padding is None:
         return get_seq_pooling_method(_METHODS["last" if plan.pick == "last_real" else plan.pick])
     return LastRealPool(plan.padding)
+
+
+def labels_of_tokens(config: PoolerConfig, classifier: Classifier) -> TokenPooler:
+    """The pooler for logits of each token, or of those that end a step, as of reward models that judge a process."""
+    if config.get_tok_pooling_type() != "STEP":
+        return pooler_for_token_classify(config, classifier=classifier)
+    return pooler_for_token_classify(config, pooling=StepLabels(classifier), classifier=_as_is)
+
+
+class StepLabels(StepPool):
+    """Logits of the tokens that end a step: what a request wants returned is chosen of them, and not of what they are
+    made of."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__()
+        self.__dict__["classifier"] = classifier
+
+    def forward(
+        self, hidden_states: torch.Tensor, pooling_metadata: PoolingMetadata
+    ) -> list[TokenPoolingMethodOutputItem]:
+        """[tokens of all prompts, hidden] -> for each prompt [steps, labels]."""
+        chosen: list[TokenPoolingMethodOutputItem] = super().forward(
+            vars(self)["classifier"](hidden_states), pooling_metadata
+        )
+        return chosen
 
 
 class LogitsPool(SequencePoolingMethod):

@@ -29,6 +29,21 @@ def guard_requests(config: VllmConfig, limits: Limits) -> None:
     _look_first(InputProcessor, "process_inputs", before=False)
 
 
+def ask_ranks(engine: EngineCore) -> None:
+    """Hold the requests of an engine whose model is in other processes against what the model there can do."""
+    config = engine.vllm_config
+    if config.model_config.runner_type != "pooling" or config.instance_id in _limits:
+        return
+    found = engine.model_executor.collective_rpc(limits_here, args=(config.instance_id,))
+    if limits := next((each for each in found if each is not None), None):
+        guard_requests(config, limits)
+
+
+def limits_here(_worker: Any, instance_id: str) -> Limits | None:
+    """What may be asked of the model in this process; None where it is not ours."""
+    return _limits.get(instance_id)
+
+
 def _look_first(owner: Any, name: str, *, before: bool) -> None:
     """Let a method check the request: the one that it is given, `before` it does anything, or the one that it makes."""
     original = getattr(owner, name)

@@ -48,7 +48,8 @@ def settle_activation(config: ModelConfig) -> None:
 def sentence_pooler(
     plan: SentencePlan, model: ModelConfig, pooler: PoolerConfig, device: torch.device, *, chosen: bool
 ) -> DispatchPooler:
-    """What the plan says, for a vector of each token and, where it pools, of a text.
+    """What the plan says, for a vector of a text where it pools, and of each token where that has the same modules
+    behind it.
 
     Args:
         chosen: whether the user chose which token stands for a text.
@@ -67,7 +68,10 @@ def sentence_pooler(
         return DispatchPooler({"token_embed": tokens})
     head = EmbeddingPoolerHead(head_dtype=model.head_dtype, projector=steps, activation=PoolerNormalize())
     method = get_seq_pooling_method(pooler.get_seq_pooling_type()) if chosen else SentencePool(plan.modes)
-    return DispatchPooler({"token_embed": tokens, "embed": SequencePooler(pooling=method, head=head)})
+    embed = SequencePooler(pooling=method, head=head)
+    # Modules behind several vectors side by side take no token's one.
+    narrow = len(plan.modes) == 1 or steps is None
+    return DispatchPooler({"token_embed": tokens, "embed": embed} if narrow else {"embed": embed})
 
 
 def _weights(config: ModelConfig, path: str) -> Mapping[str, torch.Tensor] | None:

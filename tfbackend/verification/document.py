@@ -9,8 +9,10 @@ from tfbackend import __version__
 from tfbackend.verification.judge import LOGPROB, MARGIN
 from tfbackend.verification.ladder import CONFIG, TINY, Report
 from tfbackend.verification.rungs import STATUS, UNKNOWN, Result, overall
+from tfbackend.verification.vectors import APART, COSINE
 
 SCHEMA = 1
+BOUNDS = {"margin": MARGIN, "logprob": LOGPROB, "apart": APART, "cosine": COSINE}
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def document(report: Report) -> dict[str, Any]:
         "status": STATUS[verdict],
         "error": None,
         "seconds": round(report.seconds, 3),
-        "bounds": {"margin": MARGIN, "logprob": LOGPROB},
+        "bounds": BOUNDS,
         "rungs": [_rung(result) for result in report.results],
     }
 
@@ -45,7 +47,7 @@ def failure(model: str, level: str, error: str) -> dict[str, Any]:
         "status": STATUS[UNKNOWN],
         "error": error,
         "seconds": 0.0,
-        "bounds": {"margin": MARGIN, "logprob": LOGPROB},
+        "bounds": BOUNDS,
         "rungs": [],
     }
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.serve.engine import fork_ranks
 from tests.serve.probes import model_class
 
 DEFAULT_ARGS: dict[str, Any] = {
@@ -91,6 +92,41 @@ def pool_after_refusals(folder: str, prompts: list[list[int]]) -> tuple[list[str
     answers = [output.outputs.data.float().tolist() for output in outputs]
     llm.llm_engine.engine_core.shutdown()
     return refusals, answers
+
+
+def pool_after_refused_types(folder: str, prompts: list[list[int]]) -> tuple[str, list[Any]]:
+    """Likewise on two ranks, of one prompt that has types of tokens."""
+    from vllm import LLM, PoolingParams
+
+    fork_ranks()
+    llm = LLM(model=folder, **DEFAULT_ARGS, tensor_parallel_size=2)
+    refusal = ""
+    typed = PoolingParams(task="classify", extra_kwargs={"compressed_token_type_ids": 1})
+    try:
+        llm.encode([{"prompt_token_ids": prompts[0]}], typed, pooling_task="classify", use_tqdm=False)
+    except ValueError as error:
+        refusal = str(error)
+    params = PoolingParams(task="classify", use_activation=False)
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.encode(given, params, pooling_task="classify", use_tqdm=False)
+    answers = [output.outputs.data.float().tolist() for output in outputs]
+    llm.llm_engine.engine_core.shutdown()
+    return refusal, answers
+
+
+def reward_steps(folder: str, prompts: list[list[int]], end: int, label: int) -> list[list[list[float]]]:
+    """Raw scores [steps, 1] of one label, of the tokens `end` of each prompt, as users ask for those of a process."""
+    from vllm import LLM, PoolingParams
+    from vllm.config import PoolerConfig
+
+    pooler = PoolerConfig(tok_pooling_type="STEP", step_tag_id=end, returned_token_ids=[label])
+    llm = LLM(model=folder, **DEFAULT_ARGS, pooler_config=pooler)
+    params = PoolingParams(use_activation=False)
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.encode(given, params, pooling_task="token_classify", use_tqdm=False)
+    scores = [output.outputs.data.float().tolist() for output in outputs]
+    llm.llm_engine.engine_core.shutdown()
+    return scores
 
 
 def rank(folder: str, tokens: list[str], query: str, documents: list[str]) -> list[float]:

@@ -9,7 +9,14 @@ import torch
 
 from tests.serve.engine import Harness
 from tests.serve.pooling.checkpoint import Case, ask_with_types, hidden_states, make_and_ask, next_logits
-from tests.serve.pooling.engine import Request, pool, pool_after_refusals, rank
+from tests.serve.pooling.engine import (
+    Request,
+    pool,
+    pool_after_refusals,
+    pool_after_refused_types,
+    rank,
+    reward_steps,
+)
 from tests.serve.pooling.judge import WITHIN, attempt, farthest, prompts
 
 pytestmark = pytest.mark.engine
@@ -156,6 +163,40 @@ def test_requests_that_a_model_cannot_do_are_refused_and_others_go_on(harness: H
     assert "prompts that have the token 2" in refusals[0]
     assert "no type 1 of tokens" in refusals[1]
     assert farthest(given, wanted) <= WITHIN
+
+
+def test_ranks_refuse_them_too(harness: Harness) -> None:
+    """Tokens are of one type here; on two ranks the model is in other processes than the engine."""
+    case = Case("roberta", fields={"type_vocab_size": 1})
+    folder, asked = harness.checkpoint(case.folder), prompts()[:2]
+    wanted = harness.ask_oracle(make_and_ask, case, folder, asked).answers
+    outcome = harness.call(pool_after_refused_types, folder, asked, timeout=240)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    refusal, given = outcome.value
+    assert "no type 1 of tokens" in refusal
+    assert farthest(given, wanted) <= WITHIN
+
+
+def test_rewards_of_an_outcome(harness: Harness) -> None:
+    """One number for a text, as it is."""
+    given, logits = _pooled(harness, Case("qwen2", fields={"num_labels": 1}))
+    assert {len(row) for row in logits} == {1}
+    assert farthest(given, logits) <= WITHIN
+
+
+def test_rewards_of_the_steps_of_a_process(harness: Harness) -> None:
+    """Of one label, at the tokens that end a step."""
+    case, end, label = Case("qwen2", "TokenClassification", fields={"num_labels": 2}), 5, 1
+    folder = harness.checkpoint(case.folder)
+    asked = [[2, 9, 5, 8, 7, 5], [2, 5], [2, 30, 31, 32, 5, 33, 5, 5]]
+    logits = harness.ask_oracle(make_and_ask, case, folder, asked).answers
+    wanted = [
+        [[row[label]] for row, token in zip(rows, ids, strict=True) if token == end]
+        for rows, ids in zip(logits, asked, strict=True)
+    ]
+    outcome = harness.call(reward_steps, folder, asked, end, label, timeout=240)
+    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
+    assert farthest(outcome.value, wanted) <= WITHIN
 
 
 QUERY, DOCUMENTS = "7 8 2 ", ["5 6 7 8", "9", "4 1 4 2 4 3 9"]  # of single digits, as which Qwen reads numbers
