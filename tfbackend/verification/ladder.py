@@ -238,6 +238,7 @@ class _Climber:
         if refusals or plan.stages is None or plan.stages.count < 2:
             found = refusals[0] if refusals else "it has one layer"
             return Finding(NOT_RUN, needs=f"a model that two stages can share: {found}")
+        assert isinstance(self.running, Running), "models that pool have no such rung"
         return self.running.stages()
 
 
