@@ -50,9 +50,7 @@ def serve(harness: Harness, name: str, way: str) -> tuple[Served | str, Verdict 
         return f"Transformers: {expected}", None
     prompts = tuple(map(tuple, make_prompts()))
     args = dict(WAYS[way])
-    request = Request(
-        harness.checkpoint(name), (prompts,), engine_args=args, inspect=probes.query_heads, timeout=280
-    )
+    request = Request(harness.checkpoint(name), (prompts,), engine_args=args, inspect=probes.query_heads, timeout=280)
     outcome = harness.serve(request)
     if not outcome.ok:
         ours = re.findall(r"tfbackend\.errors\.(\w+: .*)", outcome.log)  # a rank's error, of which vLLM says nothing

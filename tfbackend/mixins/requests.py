@@ -20,6 +20,8 @@ from tfbackend.errors import RequestError
 
 _limits: dict[str, Limits] = {}
 """What may be asked of the models in this process, by the id that vLLM gives a config."""
+_LIMITS = "request_limits"
+"""Where an engine has those of its model: its config gets another id when it has shaken hands with its clients."""
 
 
 def guard_requests(config: VllmConfig, limits: Limits) -> None:
@@ -30,18 +32,23 @@ def guard_requests(config: VllmConfig, limits: Limits) -> None:
 
 
 def ask_ranks(engine: EngineCore) -> None:
-    """Hold the requests of an engine whose model is in other processes against what the model there can do."""
+    """Hold the requests of an engine against what its model can do, also where that is in other processes."""
     config = engine.vllm_config
-    if config.model_config.runner_type != "pooling" or config.instance_id in _limits:
+    if config.model_config.runner_type != "pooling":
         return
-    found = engine.model_executor.collective_rpc(limits_here, args=(config.instance_id,))
-    if limits := next((each for each in found if each is not None), None):
+    if config.instance_id not in _limits:
+        found = engine.model_executor.collective_rpc("apply_model", args=(limits_of_model,))
+        limits = next((each for each in found if each is not None), None)
+        if limits is None:
+            return
         guard_requests(config, limits)
+    vars(engine)[_LIMITS] = _limits[config.instance_id]
 
 
-def limits_here(_worker: Any, instance_id: str) -> Limits | None:
-    """What may be asked of the model in this process; None where it is not ours."""
-    return _limits.get(instance_id)
+def limits_of_model(model: Any) -> Limits | None:
+    """What may be asked of the model of a rank; None where it is not ours. A rank's config has an id of its own."""
+    limits = getattr(model, "limits", None)
+    return limits if isinstance(limits, Limits) else None
 
 
 def _look_first(owner: Any, name: str, *, before: bool) -> None:
@@ -52,11 +59,12 @@ def _look_first(owner: Any, name: str, *, before: bool) -> None:
 
     @wraps(original)
     def checking(self: Any, *args: Any, **keywords: Any) -> Any:
+        limits = vars(self).get(_LIMITS) or _limits.get(self.vllm_config.instance_id)
         if before:
-            check_request(_limits.get(self.vllm_config.instance_id), args[0] if args else keywords["request"])
+            check_request(limits, args[0] if args else keywords["request"])
         made = original(self, *args, **keywords)
         if not before:
-            check_request(_limits.get(self.vllm_config.instance_id), made)
+            check_request(limits, made)
         return made
 
     vars(checking)["checks_requests"] = True

@@ -104,8 +104,8 @@ def pool_after_refused_types(folder: str, prompts: list[list[int]]) -> tuple[str
     typed = PoolingParams(task="classify", extra_kwargs={"compressed_token_type_ids": 1})
     try:
         llm.encode([{"prompt_token_ids": prompts[0]}], typed, pooling_task="classify", use_tqdm=False)
-    except ValueError as error:
-        refusal = str(error)
+    except (ValueError, AssertionError) as error:
+        refusal = f"{type(error).__name__}: {error}"
     params = PoolingParams(task="classify", use_activation=False)
     given = [{"prompt_token_ids": ids} for ids in prompts]
     outputs = llm.encode(given, params, pooling_task="classify", use_tqdm=False)

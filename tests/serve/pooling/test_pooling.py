@@ -165,15 +165,19 @@ def test_requests_that_a_model_cannot_do_are_refused_and_others_go_on(harness: H
     assert farthest(given, wanted) <= WITHIN
 
 
-def test_ranks_refuse_them_too(harness: Harness) -> None:
-    """Tokens are of one type here; on two ranks the model is in other processes than the engine."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_refuse_them_too(harness: Harness, apart: bool) -> None:
+    """Tokens are of one type here; on two ranks the model is in other processes than the engine, and the engine may be
+    in another than its user, to whom vLLM then does not say why a request has ended."""
     case = Case("roberta", fields={"type_vocab_size": 1})
     folder, asked = harness.checkpoint(case.folder), prompts()[:2]
     wanted = harness.ask_oracle(make_and_ask, case, folder, asked).answers
-    outcome = harness.call(pool_after_refused_types, folder, asked, timeout=240)
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}
+    outcome = harness.call(pool_after_refused_types, folder, asked, timeout=240, env=env)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     refusal, given = outcome.value
-    assert "no type 1 of tokens" in refusal
+    assert refusal
+    assert "no type 1 of tokens" in (outcome.log if apart else refusal)
     assert farthest(given, wanted) <= WITHIN
 
 
