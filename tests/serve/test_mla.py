@@ -63,6 +63,13 @@ def test_two_ranks(harness: Harness, name: str) -> None:
     assert [pages for pages, _ in served.inspected] == [LATENTS] * 2
 
 
+def test_whole_keys_and_values_where_compiled_ranks_share_a_cpu(harness: Harness) -> None:
+    """Over latents the first tokens of this model had log-probabilities that were no numbers."""
+    args = {"tensor_parallel_size": 2, "enforce_eager": False, "compilation_config": {"backend": "eager"}}
+    for pages, _ in _serve(harness, "deepseek_v3", attention_backend=None, **args).inspected:
+        assert {page.split()[0] for page in pages} == {"FullAttentionSpec"}
+
+
 def test_whole_keys_and_values_where_the_user_says_so(harness: Harness) -> None:
     served = _serve(harness, "youtu", env={"VLLM_MLA_DISABLE": "1"}, attention_backend=None)
     pages, misses = served.inspected[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.model_executor.layers.linear import ColumnParallelLinear
@@ -70,6 +70,9 @@ def mla_sizes(config: VllmConfig) -> MLASizes | str:
         return "VLLM_MLA_DISABLE is set" if named else "its config has no kv_lora_rank"
     if config.lora_config is not None:
         return "an adapter could not change the linear that becomes part of the attention layer"
+    ranks, mode = config.parallel_config.tensor_parallel_size, config.compilation_config.mode
+    if config.device_config.device_type == "cpu" and ranks > 1 and mode != CompilationMode.NONE:
+        return "compiled on several ranks of a CPU, attention over latents was seen to give no numbers"
     sizes = sizes_named(text)
     return sizes if isinstance(sizes, str) else _kernel_problem(config, sizes) or sizes
 
