@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.serve import delta, probes
-from tests.serve.engine import MAX_TOKENS, Harness, Request, Served
+from tests.serve.engine import Harness, Request, Served
 from tests.serve.judge import SAME_COMPUTATION, judge
-from tests.serve.matrix.checkpoint import make_and_ask
-from tests.serve.oracle import Answer, forced
+from tests.serve.oracle import forced
+from tests.serve.stating import MIXED, check_equal, expected, watched
 from tests.serve.test_state import WITHIN
 from tests.serve.tiny import make_prompts
 
@@ -25,33 +25,21 @@ KINDS = {
 }
 FIRST = "qwen3_next"
 KERNELS = ("qwen3_next+heads-of-64", "qwen3_5_text+heads-of-64", "qwen3_5_moe_text+heads-of-64")
-MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
 
 
 def _within(name: str) -> float:
     return WITHIN.get(name, SAME_COMPUTATION)
 
 
-def _expected(harness: Harness, name: str, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[Answer]:
-    found = harness.ask_oracle(make_and_ask, name, harness.checkpoint(name), prompts, max_tokens)
-    answers: list[Answer] = found.answers
-    return answers
-
-
 def _serve(harness: Harness, name: str, *batches: list[list[int]], **args: Any) -> Served:
     """Serve the batches, one after the other, and check that the answers are Transformers' and the layers vLLM's."""
-    expected = [_expected(harness, name, prompts) for prompts in batches]
-    frozen = tuple(tuple(map(tuple, prompts)) for prompts in batches)
-    request = Request(
-        harness.checkpoint(name), frozen, engine_args=args, prepare=probes.watch_tokens, inspect=probes.states
-    )
+    answers = [expected(harness, name, prompts) for prompts in batches]
+    request = watched(harness, name, batches, args)
     outcome = harness.call(delta.serve, request, timeout=request.timeout)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     served: Served = outcome.value
     assert {state.layers for state in served.inspected} == {("DeltaLayer",)}
-    for answers, batch in zip(expected, served.batches, strict=True):
-        verdict = judge(answers, batch.tokens, batch.logprobs, within=_within(name))
-        assert verdict.equal, verdict
+    check_equal(answers, served, _within(name))
     return served
 
 
@@ -95,12 +83,12 @@ def test_soak(harness: Harness) -> None:
     rng, count, grown = random.Random(31), 12, 30
     prompts = make_prompts(lengths=tuple(rng.randint(1, 200) for _ in range(count)), seed=37)
     arrivals = tuple(sorted(rng.randint(0, 3 * count) for _ in range(count)))
-    expected = _expected(harness, FIRST, prompts, grown)
+    answers = expected(harness, FIRST, prompts, grown)
     args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
     outcome = harness.call(delta.step, harness.checkpoint(FIRST), prompts, grown, args, (), arrivals, timeout=580)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.preempted > 0
-    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(FIRST))
+    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=_within(FIRST))
     assert verdict.equal, verdict
 
 
@@ -108,19 +96,19 @@ def test_soak(harness: Harness) -> None:
 def test_the_judge_sees_states(harness: Harness, prepare: Any, equal: bool) -> None:
     """A request's state starts clean, whatever its pages held; states that are lost between steps do not pass."""
     prompts = make_prompts(lengths=MIXED, seed=13)
-    expected = _expected(harness, FIRST, prompts)
+    answers = expected(harness, FIRST, prompts)
     request = Request(harness.checkpoint(FIRST), (tuple(map(tuple, prompts)),), prepare=prepare)
     outcome = harness.call(delta.serve, request, timeout=request.timeout)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     batch = outcome.value.batches[0]
-    assert judge(expected, batch.tokens, batch.logprobs, within=_within(FIRST)).equal == equal
+    assert judge(answers, batch.tokens, batch.logprobs, within=_within(FIRST)).equal == equal
 
 
 def _apart(harness: Harness, name: str, **more: Any) -> tuple[float, float]:
     """Mean distance from Transformers in float32 of the log-probabilities of the same tokens: of vLLM's kernels in
     bfloat16, and of Transformers in bfloat16."""
     prompts = make_prompts(lengths=(*MIXED, 150), seed=13)
-    _expected(harness, name, prompts[:1], 1)
+    expected(harness, name, prompts[:1], 1)
     batches = (tuple(map(tuple, prompts)),)
     args = {"dtype": "bfloat16", "max_num_seqs": 4} | more
     request = Request(harness.checkpoint(name), batches, engine_args=args, inspect=probes.states)

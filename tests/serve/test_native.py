@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from tests.serve import probes, stepping
-from tests.serve.engine import MAX_TOKENS, Harness, Request, Served
+from tests.serve.engine import Harness, Request, Served
 from tests.serve.judge import SAME_COMPUTATION, judge
-from tests.serve.matrix.checkpoint import make_and_ask
-from tests.serve.oracle import Answer
+from tests.serve.stating import MIXED, check_equal, expected, watched
 from tests.serve.tiny import make_prompts
 
 pytestmark = pytest.mark.engine
@@ -22,30 +21,18 @@ KINDS = {
     "mamba2+one-group": ("SSDLayer", "one group, which every rank has, and biases"),
 }
 USUAL = ("mamba2", "falcon_h1", "lfm2")
-MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
 AS_WRITTEN = {"TFBACKEND_NATIVE_STATE": "0"}
-
-
-def _expected(harness: Harness, name: str, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[Answer]:
-    found = harness.ask_oracle(make_and_ask, name, harness.checkpoint(name), prompts, max_tokens)
-    answers: list[Answer] = found.answers
-    return answers
 
 
 def _serve(harness: Harness, name: str, *batches: list[list[int]], **args: Any) -> Served:
     """Serve the batches, one after the other, and check that the answers are Transformers' and the layers vLLM's."""
-    expected = [_expected(harness, name, prompts) for prompts in batches]
-    frozen = tuple(tuple(map(tuple, prompts)) for prompts in batches)
-    request = Request(
-        harness.checkpoint(name), frozen, engine_args=args, prepare=probes.watch_tokens, inspect=probes.states
-    )
+    answers = [expected(harness, name, prompts) for prompts in batches]
+    request = watched(harness, name, batches, args)
     outcome = harness.serve(request)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     served: Served = outcome.value
     assert {state.layers for state in served.inspected} == {(KINDS[name][0],)}
-    for answers, batch in zip(expected, served.batches, strict=True):
-        verdict = judge(answers, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
-        assert verdict.equal, verdict
+    check_equal(answers, served, SAME_COMPUTATION)
     return served
 
 
@@ -95,13 +82,13 @@ def test_soak(harness: Harness, name: str) -> None:
     rng, count, grown = random.Random(31), 20, 30
     prompts = make_prompts(lengths=tuple(rng.randint(1, 200) for _ in range(count)), seed=37)
     arrivals = tuple(sorted(rng.randint(0, 3 * count) for _ in range(count)))
-    expected = _expected(harness, name, prompts, grown)
+    answers = expected(harness, name, prompts, grown)
     args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
     folder = harness.checkpoint(name)
     outcome = harness.call(stepping.run, folder, prompts, grown, args, (), arrivals, timeout=580)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.preempted > 0
-    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=SAME_COMPUTATION)
+    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=SAME_COMPUTATION)
     assert verdict.equal, verdict
 
 
@@ -109,34 +96,34 @@ def test_soak(harness: Harness, name: str) -> None:
 def test_whatever_the_pages_held(harness: Harness, name: str) -> None:
     """A request's state starts clean, be the memory it is given full of what is no number."""
     prompts = make_prompts(lengths=MIXED, seed=13)
-    expected = _expected(harness, name, prompts)
+    answers = expected(harness, name, prompts)
     batches = (tuple(map(tuple, prompts)),)
     request = Request(harness.checkpoint(name), batches, engine_args={"max_num_seqs": 4}, prepare=probes.spoil_states)
     outcome = harness.serve(request)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     batch = outcome.value.batches[0]
-    verdict = judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
+    verdict = judge(answers, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
     assert verdict.equal, verdict
 
 
 def test_lost_state_is_seen(harness: Harness) -> None:
     """The judge says wrong where states are lost between steps, so the tests above can fail."""
     prompts = make_prompts(lengths=MIXED, seed=13)
-    expected = _expected(harness, "mamba2", prompts)
+    answers = expected(harness, "mamba2", prompts)
     batches = (tuple(map(tuple, prompts)),)
     outcome = harness.serve(Request(harness.checkpoint("mamba2"), batches, prepare=probes.lose_states))
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     batch = outcome.value.batches[0]
-    assert not judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal
+    assert not judge(answers, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal
 
 
 def test_as_transformers_wrote_it(harness: Harness) -> None:
     """The user may have no layer of vLLM's."""
     prompts = make_prompts()
-    expected = _expected(harness, "mamba2", prompts)
+    answers = expected(harness, "mamba2", prompts)
     request = Request(harness.checkpoint("mamba2"), (tuple(map(tuple, prompts)),), inspect=probes.states)
     outcome = harness.serve(request, env=AS_WRITTEN)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.inspected[0].layers == ("StateLayer",)
     batch = outcome.value.batches[0]
-    assert judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal
+    assert judge(answers, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal

@@ -9,8 +9,7 @@ import pytest
 from tests.serve import probes, stepping
 from tests.serve.engine import MAX_TOKENS, Harness, Request, Served
 from tests.serve.judge import SAME_COMPUTATION, judge
-from tests.serve.matrix.checkpoint import make_and_ask
-from tests.serve.oracle import Answer
+from tests.serve.stating import MIXED, check_equal, expected, watched
 from tests.serve.tiny import make_prompts
 
 pytestmark = pytest.mark.engine
@@ -32,7 +31,6 @@ ONCE = {"kimi_linear": ("MoEHybrid", "whole keys and values beside state, of a c
 SHARED_OUT = {"zamba2": ("Hybrid", "a block for several layers, each of which leaves the adapters of the others be")}
 WITHIN = {"qwen3_next": 1e-3}
 """Transformers with its cache, fed in parts of 24 tokens, is 5e-4 away from Transformers without one."""
-MIXED = (3, 40, 1, 17, 64, 2, 33, 9, 50)
 
 
 AS_WRITTEN = {"TFBACKEND_NATIVE_STATE": "0"}
@@ -43,30 +41,19 @@ def _within(name: str) -> float:
     return WITHIN.get(name, SAME_COMPUTATION)
 
 
-def _expected(harness: Harness, name: str, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[Answer]:
-    found = harness.ask_oracle(make_and_ask, name, harness.checkpoint(name), prompts, max_tokens)
-    answers: list[Answer] = found.answers
-    return answers
-
-
 def _serve(
     harness: Harness, name: str, *batches: list[list[int]], env: dict[str, str] | None = None, **args: Any
 ) -> Served:
     """Serve the batches, one after the other, and check that the answers are Transformers'."""
-    expected = [_expected(harness, name, prompts) for prompts in batches]
-    frozen = tuple(tuple(map(tuple, prompts)) for prompts in batches)
-    request = Request(
-        harness.checkpoint(name), frozen, engine_args=args, prepare=probes.watch_tokens, inspect=probes.states
-    )
+    answers = [expected(harness, name, prompts) for prompts in batches]
+    request = watched(harness, name, batches, args)
     outcome = harness.serve(request, env=AS_WRITTEN | (env or {}))
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     served: Served = outcome.value
     assert set(served.model_class) == {
         f"tfbackend.models.Transformers{(KINDS | ONCE | SHARED_OUT)[name][0]}ForCausalLM"
     }
-    for answers, batch in zip(expected, served.batches, strict=True):
-        verdict = judge(answers, batch.tokens, batch.logprobs, within=_within(name))
-        assert verdict.equal, verdict
+    check_equal(answers, served, _within(name))
     return served
 
 
@@ -122,14 +109,14 @@ def test_requests_aborted_half_way(harness: Harness, name: str) -> None:
     """Others get their places, whatever state they left there."""
     prompts, doomed = make_prompts(lengths=MIXED, seed=17), (1, 4, 5)
     kept = [prompt for index, prompt in enumerate(prompts) if index not in doomed]
-    expected = _expected(harness, name, kept)
+    answers = expected(harness, name, kept)
     folder = harness.checkpoint(name)
     outcome = harness.call(
         stepping.run, folder, prompts, MAX_TOKENS, {"max_num_seqs": 3}, doomed, env=AS_WRITTEN, timeout=240
     )
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.aborted == len(doomed)
-    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
+    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
     assert verdict.equal, verdict
 
 
@@ -137,12 +124,12 @@ def test_requests_aborted_half_way(harness: Harness, name: str) -> None:
 def test_requests_that_are_preempted(harness: Harness, name: str) -> None:
     """The pool does not hold what all of them grow to, so some are put off and begin again."""
     prompts, grown = make_prompts(lengths=(118, 120, 121, 115), seed=19), 40
-    expected = _expected(harness, name, prompts, grown)
+    answers = expected(harness, name, prompts, grown)
     args = {"block_size": 64, "enable_prefix_caching": False, "max_num_seqs": 4, "num_gpu_blocks_override": 11}
     outcome = harness.call(stepping.run, harness.checkpoint(name), prompts, grown, args, env=AS_WRITTEN, timeout=240)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.preempted > 0
-    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
+    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
     assert verdict.equal, verdict
 
 
@@ -153,20 +140,20 @@ def test_soak(harness: Harness, name: str) -> None:
     grown = 30
     prompts = make_prompts(lengths=tuple(rng.randint(1, 200) for _ in range(count)), seed=29)
     arrivals = tuple(sorted(rng.randint(0, 3 * count) for _ in range(count)))
-    expected = _expected(harness, name, prompts, grown)
+    answers = expected(harness, name, prompts, grown)
     args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
     folder = harness.checkpoint(name)
     outcome = harness.call(stepping.run, folder, prompts, grown, args, (), arrivals, env=AS_WRITTEN, timeout=580)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.preempted > 0
-    verdict = judge(expected, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
+    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
     assert verdict.equal, verdict
 
 
 def test_speculative_decoding_is_refused(harness: Harness) -> None:
     """A token that is taken back would have to be taken out of the state."""
     args = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}
-    _expected(harness, "lfm2", make_prompts())
+    expected(harness, "lfm2", make_prompts())
     prompts = tuple(map(tuple, make_prompts()))
     outcome = harness.serve(Request(harness.checkpoint("lfm2"), (prompts,), engine_args=args))
     assert not outcome.ok
@@ -179,7 +166,7 @@ def test_speculative_decoding_is_refused(harness: Harness) -> None:
 def test_whatever_the_pages_held(harness: Harness, name: str) -> None:
     """A request's state starts clean, be the memory it is given full of what is no number."""
     prompts = make_prompts(lengths=MIXED, seed=13)
-    expected = _expected(harness, name, prompts)
+    answers = expected(harness, name, prompts)
     request = Request(
         harness.checkpoint(name),
         (tuple(map(tuple, prompts)),),
@@ -189,17 +176,17 @@ def test_whatever_the_pages_held(harness: Harness, name: str) -> None:
     outcome = harness.serve(request, env=AS_WRITTEN)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     batch = outcome.value.batches[0]
-    verdict = judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
+    verdict = judge(answers, batch.tokens, batch.logprobs, within=SAME_COMPUTATION)
     assert verdict.equal, verdict
 
 
 def test_lost_state_is_seen(harness: Harness) -> None:
     """The judge says wrong where states are lost between steps, so the tests above can fail."""
     prompts = make_prompts(lengths=MIXED, seed=13)
-    expected = _expected(harness, "mamba2", prompts)
+    answers = expected(harness, "mamba2", prompts)
     batches = (tuple(map(tuple, prompts)),)
     request = Request(harness.checkpoint("mamba2"), batches, prepare=probes.lose_states)
     outcome = harness.serve(request, env=AS_WRITTEN)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     batch = outcome.value.batches[0]
-    assert not judge(expected, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal
+    assert not judge(answers, batch.tokens, batch.logprobs, within=SAME_COMPUTATION).equal
