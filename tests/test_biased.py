@@ -49,9 +49,10 @@ def test_one_token_too_many_is_refused():
         make_plan(doge(), ServingSpec(max_model_len=BOUND + 1))
 
 
-def test_ranks_are_refused():
-    with pytest.raises(UnsupportedModelError, match="tensor-parallel-size 1"):
-        make_plan(doge(), ServingSpec(tp_size=2, max_model_len=BOUND))
+def test_ranks_have_the_heads_of_all():
+    """And the biases of their keys, of which each takes its own."""
+    plan = make_plan(doge(), ServingSpec(tp_size=2, max_model_len=BOUND))
+    assert {(spec.gathered, spec.key_bias) for _, spec in plan.attention} == {(True, True)}
 
 
 # Near misses: other things that a mask may be made of.

@@ -237,7 +237,7 @@ class _Reader:
     def _decodes_alike(self, bias: float) -> bool:
         with _filled(self.mixer, {self.parts.dt_bias: bias, self.parts.skip: 0.0}):
             theirs = run_decoding(self.mixer, self.state, self.hidden, _PROMPT)
-        return apart(theirs, self._reference()(self.hidden, _PROMPT)) <= TOLERANCE
+            return apart(theirs, self._reference()(self.hidden, _PROMPT)) <= TOLERANCE
 
 
 @contextmanager
