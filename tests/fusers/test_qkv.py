@@ -245,7 +245,7 @@ def test_what_holds_something_for_each_head_stays_on_one_rank(build, what):
     assert decide(build, tp_size=2).reason("qkv") == wanted
 
 
-def test_stablelm_with_a_norm_for_each_head_is_refused_on_two_ranks():
+def test_stablelm_with_a_norm_for_each_head_gathers_its_heads_on_two_ranks():
     from transformers import StableLmConfig
 
     from tfbackend.meta import build
@@ -254,8 +254,10 @@ def test_stablelm_with_a_norm_for_each_head_is_refused_on_two_ranks():
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = StableLmConfig(**sizes, num_key_value_heads=2, vocab_size=64, qk_layernorm=True)
-    _, refusals = draft_plan(build(config, torch.float32), ServingSpec(tp_size=2))
-    assert "q_layernorm may hold something for each head" in str(refusals[0])
+    plan, refusals = draft_plan(build(config, torch.float32), ServingSpec(tp_size=2))
+    assert refusals == ()
+    assert {spec.gathered for _, spec in plan.attention} == {True}
+    assert any("q_layernorm may hold something for each head" in str(miss) for miss in plan.misses)
 
 
 class WithKeywords(Attention):
