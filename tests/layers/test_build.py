@@ -25,6 +25,7 @@ from tfbackend.layerspecs import (
 from tfbackend.loopedspec import DenseExpertsSpec, LoopedExpertsSpec
 from tfbackend.mlaspec import MLASpec
 from tfbackend.moespec import MoESpec
+from tfbackend.nativespec import NATIVE_SPECS
 from tfbackend.statespec import StateSpec
 
 OTHERS = [(spec, name, other) for spec, fields in TABLE for name, other in others(spec, fields)]
@@ -32,9 +33,9 @@ VISIBLE = [case for case in OTHERS if (type(case[0]), case[1]) not in INVISIBLE]
 SPECS = list(dict.fromkeys([spec for spec, _ in TABLE] + [other for _, _, other in OTHERS]))
 
 # Rotary layers, experts, whole blocks of them and biased keys have files of their own, and what is left of picking keys
-# computes nothing; all attention else runs in an engine, see tests/serve.
+# computes nothing; all attention else, and what keeps state, runs in an engine, see tests/serve.
 ELSEWHERE = {RotarySpec, AttentionSpec, MLASpec, AllKeysSpec, IdleSpec, StateSpec}
-ELSEWHERE |= {ExpertsSpec, MoESpec, DenseExpertsSpec, LoopedExpertsSpec, GroupedLinearSpec}
+ELSEWHERE |= {ExpertsSpec, MoESpec, DenseExpertsSpec, LoopedExpertsSpec, GroupedLinearSpec, *NATIVE_SPECS}
 
 
 def test_every_builder_and_every_field_is_in_the_table():
