@@ -12,22 +12,29 @@ import time
 from typing import Any
 
 
-def _answer(channel: Any, **content: Any) -> None:
+def own_channel() -> Any:
+    """Standard output for answers alone: all else that is printed goes to the log."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return channel
+
+
+def answer(channel: Any, **content: Any) -> None:
+    """Write one."""
     channel.write(json.dumps(content) + "\n")
     channel.flush()
 
 
 def main(settings: dict[str, Any]) -> None:
     """Start the engine, then answer rounds {"batch": n, "tokens": m, "prompt": k} until standard input ends."""
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    channel = own_channel()
     started = time.perf_counter()
     from vllm import LLM, SamplingParams, TokensPrompt
 
     imported = time.perf_counter()
     llm = LLM(**settings)
     ready = time.perf_counter()
-    _answer(channel, import_s=imported - started, start_s=ready - imported)
+    answer(channel, import_s=imported - started, start_s=ready - imported)
     for line in sys.stdin:
         turn = json.loads(line)
         prompts = [
@@ -38,7 +45,7 @@ def main(settings: dict[str, Any]) -> None:
         begun = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - begun
-        _answer(channel, seconds=seconds, generated=sum(len(o.outputs[0].token_ids) for o in outputs))
+        answer(channel, seconds=seconds, generated=sum(len(o.outputs[0].token_ids) for o in outputs))
 
 
 if __name__ == "__main__":

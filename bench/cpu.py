@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,58 +21,26 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
+from bench.process import CONTESTANTS, ROOT, EngineProcess
+
 MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
-CONTESTANTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "tfbackend": ({"model_impl": "transformers"}, {}),
-    "in-tree": ({"model_impl": "transformers"}, {"TFBACKEND_DISABLE": "1"}),
-    "native": ({"model_impl": "vllm"}, {}),
-}
 LEAST = 0.97
 
 
-class Contestant:
+class Contestant(EngineProcess):
     """An engine process and the tokens per second of its rounds, by batch size."""
 
     def __init__(self, name: str, settings: dict[str, Any], log: Path) -> None:
         extra, env = CONTESTANTS[name]
         settings = {"dtype": "bfloat16", "enable_prefix_caching": False, "disable_log_stats": True, **settings, **extra}
-        base = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-        self.name, self.speeds, self.log = name, dict[int, list[float]](), log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.contestant", json.dumps(settings)],
-            cwd=ROOT,
-            env=os.environ | base | env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-        )
-
-    def answer(self) -> dict[str, Any]:
-        """The next line that the engine process writes; the program ends if it died."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.name} died; the end of its log:\n" + "\n".join(self.log.read_text().splitlines()[-15:]))
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        super().__init__(name, ["bench.contestant", json.dumps(settings)], env, log)
+        self.speeds = dict[int, list[float]]()
 
     def turn(self, number: int, batch: int, tokens: int) -> None:
         """One timed generation, noted unless it is the first, which warms up."""
-        assert self.process.stdin is not None
-        turn = {"round": number, "batch": batch, "tokens": tokens, "prompt": 16}
-        self.process.stdin.write(json.dumps(turn) + "\n")
-        self.process.stdin.flush()
-        result = self.answer()
+        result = self.ask(round=number, batch=batch, tokens=tokens, prompt=16)
         if number:
             self.speeds.setdefault(batch, []).append(result["generated"] / result["seconds"])
-
-    def stop(self) -> None:
-        """End the engine process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
 
 
 ROUNDS = ((1, 64), (8, 48))

@@ -26,7 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu import CONTESTANTS, ROOT, launch
+from bench.cpu import launch
+from bench.process import CONTESTANTS, ROOT
 
 DECODE, PREFILL = 128, 4096
 COMPILED = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}

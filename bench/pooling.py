@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from bench.contestant import answer, own_channel
+from bench.process import CONTESTANTS, EngineProcess
+
 LEAST = 0.97
 OURS = "tfbackend"
-RIVALS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    OURS: ({"model_impl": "transformers"}, {}),
-    "native": ({"model_impl": "vllm"}, {}),
-    "in-tree": ({"model_impl": "transformers"}, {"TFBACKEND_DISABLE": "1"}),
-}
 VOCABULARY, LONGEST = 8192, 256
 
 
@@ -52,22 +48,21 @@ def write_checkpoint(model_type: str, folder: Path, layers: int, width: int) -> 
 
 def contestant(settings: dict[str, Any], texts: int) -> None:
     """Start an engine, then embed all texts for each line on standard input, and print the seconds."""
-    from time import perf_counter
-
+    channel = own_channel()
     from vllm import LLM
 
     drawn = random.Random(0)
     lengths = [drawn.randrange(4, LONGEST) for _ in range(texts)]
     prompts: Any = [{"prompt_token_ids": [drawn.randrange(3, VOCABULARY) for _ in range(n)]} for n in lengths]
     llm = LLM(**settings)
-    print(json.dumps({"tokens": sum(lengths)}), file=sys.__stdout__, flush=True)
+    answer(channel, tokens=sum(lengths))
     for _ in sys.stdin:
-        start = perf_counter()
+        start = time.perf_counter()
         llm.embed(prompts, use_tqdm=False)
-        print(json.dumps({"seconds": perf_counter() - start}), file=sys.__stdout__, flush=True)
+        answer(channel, seconds=time.perf_counter() - start)
 
 
-class Engine:
+class Engine(EngineProcess):
     """A process with one engine.
 
     Attributes:
@@ -75,42 +70,16 @@ class Engine:
     """
 
     def __init__(self, name: str, folder: Path, texts: int, log: Path) -> None:
-        extra, env = RIVALS[name]
+        extra, env = CONTESTANTS[name]
         settings = {"model": str(folder), "runner": "pooling", "dtype": "float32", "max_model_len": LONGEST, "seed": 0,
                     "enforce_eager": True, "disable_log_stats": True} | extra  # fmt: skip
-        base = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-        self.name, self.log = name, log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.pooling", "--contestant", json.dumps(settings), "--texts", str(texts)],
-            cwd=ROOT,
-            env=os.environ | base | env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-        )
-        self.tokens = int(self._answer()["tokens"])
-
-    def _answer(self) -> dict[str, float]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, float] = json.loads(line)
-                return answer
-        sys.exit(f"{self.name} died; the end of its log:\n" + "\n".join(self.log.read_text().splitlines()[-15:]))
+        arguments = ["bench.pooling", "--contestant", json.dumps(settings), "--texts", str(texts)]
+        super().__init__(name, arguments, env, log)
+        self.tokens = int(self.answer()["tokens"])
 
     def turn(self) -> float:
         """Tokens per second of one pass over all texts."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self.tokens / self._answer()["seconds"]
-
-    def stop(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+        return self.tokens / float(self.ask()["seconds"])
 
 
 def measure(names: list[str], folder: Path, texts: int, rounds: int) -> dict[str, list[float]]:

@@ -24,7 +24,7 @@ from tfbackend.errors import UnsupportedModelError
 from tfbackend.grafting import graft
 from tfbackend.graph.interface import RUN_ERRORS
 from tfbackend.graph.observe import TOKENS, Observation, model_inputs
-from tfbackend.graph.query import name_of
+from tfbackend.graph.query import leads_to, name_of
 from tfbackend.graph.tracing import Trace, trace
 from tfbackend.graph.trial import apart, materialise, plain_float32
 from tfbackend.meta import MetaModel
@@ -244,19 +244,6 @@ def _device(x: torch.Tensor) -> torch.device:
 def _one_token(x: torch.Tensor, token: int) -> torch.Tensor:
     """Prompts of one token, as many as x [prompts, ...] has rows."""
     return torch.full((x.shape[0], 1), token, dtype=torch.long, device=x.device)
-
-
-def leads_to(node: fx.Node, end: fx.Node) -> bool:
-    """Whether `end` is computed from `node`."""
-    todo, seen = [end], set[fx.Node]()
-    while todo:
-        current = todo.pop()
-        if current is node:
-            return True
-        if current not in seen:
-            seen.add(current)
-            todo += current.all_input_nodes
-    return False
 
 
 @contextmanager

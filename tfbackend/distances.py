@@ -14,7 +14,6 @@ tried out on the whole module that attends, as Transformers runs it and with the
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -199,8 +198,7 @@ class _Tabling:
 def _text(cls: type[nn.Module], table: DistanceTable) -> str:
     """The forward of a module that makes a bias, with a statement before all others."""
     source = forward_source(cls)
-    body = source.tree.body
-    first = body[1] if len(body) > 1 and ast.get_docstring(source.tree) is not None else body[0]
+    first = source.body[0]
     start, _ = source.offsets(first)
     names = f"{table.queries}, {table.keys}"
     statement = f"{names} = tfb_latest_place({table.queries}, {table.extent})\n{' ' * first.col_offset}"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.graph.interface import RUN_ERRORS
 from tfbackend.graph.observe import TOKENS, Observation
-from tfbackend.graph.query import name_of, through_casts, value_of
+from tfbackend.graph.query import is_within, name_of, through_casts, value_of
 from tfbackend.graph.tracing import Trace, trace
 from tfbackend.graph.trial import materialise, plain_float32
 from tfbackend.meta import MetaModel
@@ -148,7 +148,7 @@ def _hidden_states(traced: Trace, base_path: str, observation: Observation) -> f
     """
     for node in traced.graph.nodes:
         path = str(node.target)
-        if node.op == "call_module" and (path == base_path or path.startswith(f"{base_path}.")):
+        if node.op == "call_module" and is_within(path, base_path):
             inner = path.removeprefix(base_path).removeprefix(".")
             if _first(observation.outputs.get(inner)) is not _first(observation.outputs.get("")):
                 return None

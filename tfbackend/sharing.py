@@ -9,6 +9,7 @@ from typing import Any
 from tfbackend.errors import UnsupportedModelError
 from tfbackend.expertspec import ExpertsSpec
 from tfbackend.fusers.base import Miss, Rewrite
+from tfbackend.graph.query import is_within
 from tfbackend.layerspecs import (
     COLWISE,
     COLWISE_GATHER,
@@ -38,7 +39,7 @@ def gather_heads(rewrites: Iterable[Rewrite], written_out: Collection[str]) -> I
     rewrites = tuple(rewrites)
     whole = _with_whole_heads(rewrites, written_out)
     for rewrite in rewrites:
-        inside = any(rewrite.qualname == path or rewrite.qualname.startswith(f"{path}.") for path in whole)
+        inside = any(is_within(rewrite.qualname, path) for path in whole)
         yield _gathered(rewrite) if inside else rewrite
 
 

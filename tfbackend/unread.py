@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tfbackend.classifier import leads_to
 from tfbackend.graph.observe import Observation, model_inputs
+from tfbackend.graph.query import is_within, leads_to
 from tfbackend.graph.tracing import trace
 
 
@@ -43,4 +43,4 @@ def unread_parts(base: nn.Module, observation: Observation, read: tuple[str, ...
     called = [n for n in traced.graph.nodes if n.op == "call_module"]
     needed = _needed(called, hidden)
     idle = {str(n.target) for n in called} - needed
-    return frozenset(path for path in idle if not any(used == path or used.startswith(f"{path}.") for used in read))
+    return frozenset(path for path in idle if not any(is_within(used, path) for used in read))

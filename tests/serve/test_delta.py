@@ -3,18 +3,17 @@
 There is no GPU here; see delta.py for what stands in for its kernels.
 """
 
-import random
 from typing import Any
 
 import pytest
 
 from tests.serve import delta, probes
 from tests.serve.engine import Harness, Request, Served
-from tests.serve.judge import SAME_COMPUTATION, judge
+from tests.serve.judge import judge
 from tests.serve.oracle import forced
-from tests.serve.stating import MIXED, check_equal, expected, watched
-from tests.serve.test_state import WITHIN
+from tests.serve.stating import MIXED, beginning_alike, bound_of, expected, parts, serve_equal, soak
 from tests.serve.tiny import make_prompts
+from tests.serve.warm import Outcome
 
 pytestmark = pytest.mark.engine
 
@@ -27,19 +26,14 @@ FIRST = "qwen3_next"
 KERNELS = ("qwen3_next+heads-of-64", "qwen3_5_text+heads-of-64", "qwen3_5_moe_text+heads-of-64")
 
 
-def _within(name: str) -> float:
-    return WITHIN.get(name, SAME_COMPUTATION)
-
-
 def _serve(harness: Harness, name: str, *batches: list[list[int]], **args: Any) -> Served:
     """Serve the batches, one after the other, and check that the answers are Transformers' and the layers vLLM's."""
-    answers = [expected(harness, name, prompts) for prompts in batches]
-    request = watched(harness, name, batches, args)
-    outcome = harness.call(delta.serve, request, timeout=request.timeout)
-    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
-    served: Served = outcome.value
+
+    def serve(request: Request) -> Outcome:
+        return harness.call(delta.serve, request, timeout=request.timeout)
+
+    served = serve_equal(serve, harness, name, batches, args, bound_of(name))
     assert {state.layers for state in served.inspected} == {("DeltaLayer",)}
-    check_equal(answers, served, _within(name))
     return served
 
 
@@ -50,16 +44,14 @@ def test_more_prompts_of_mixed_lengths_than_seats(harness: Harness, name: str) -
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_prompts_in_parts(harness: Harness, caching: bool) -> None:
-    prompts = make_prompts(lengths=(100, 5, 61, 25), seed=11)
-    args = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True, "enable_prefix_caching": caching}
+    prompts, args = parts(caching)
     served = _serve(harness, FIRST, prompts, **args)
     assert 0 < served.inspected[0].largest_forward <= 24
 
 
 def test_prefix_caching(harness: Harness) -> None:
     """A request goes on from the state that another one had at the end of a block."""
-    shared, *tails = make_prompts(lengths=(150, 9, 20), seed=12)
-    first, second = [shared + tails[0]], [shared + tails[1], shared + tails[0][:3]]
+    first, second = beginning_alike()
     served = _serve(harness, FIRST, first, second, enable_prefix_caching=True, block_size=32)
     assert served.batches[0].cached == [0]
     assert min(served.batches[1].cached) >= 64
@@ -80,16 +72,7 @@ def test_two_ranks(harness: Harness, name: str) -> None:
 
 def test_soak(harness: Harness) -> None:
     """Requests of any length arrive at any time, are cut into parts, put off and begun again."""
-    rng, count, grown = random.Random(31), 12, 30
-    prompts = make_prompts(lengths=tuple(rng.randint(1, 200) for _ in range(count)), seed=37)
-    arrivals = tuple(sorted(rng.randint(0, 3 * count) for _ in range(count)))
-    answers = expected(harness, FIRST, prompts, grown)
-    args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
-    outcome = harness.call(delta.step, harness.checkpoint(FIRST), prompts, grown, args, (), arrivals, timeout=580)
-    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
-    assert outcome.value.preempted > 0
-    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=_within(FIRST))
-    assert verdict.equal, verdict
+    soak(harness, FIRST, 12, bound_of(FIRST), run=delta.step)
 
 
 @pytest.mark.parametrize(("prepare", "equal"), [(probes.spoil_states, True), (probes.lose_states, False)])
@@ -101,7 +84,7 @@ def test_the_judge_sees_states(harness: Harness, prepare: Any, equal: bool) -> N
     outcome = harness.call(delta.serve, request, timeout=request.timeout)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     batch = outcome.value.batches[0]
-    assert judge(answers, batch.tokens, batch.logprobs, within=_within(FIRST)).equal == equal
+    assert judge(answers, batch.tokens, batch.logprobs, within=bound_of(FIRST)).equal == equal
 
 
 def _apart(harness: Harness, name: str, **more: Any) -> tuple[float, float]:

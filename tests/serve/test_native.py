@@ -1,14 +1,13 @@
 """Mixers that keep state, served with vLLM's own layers: the tokens of Transformers, and shared out among ranks."""
 
-import random
 from typing import Any
 
 import pytest
 
-from tests.serve import probes, stepping
+from tests.serve import probes
 from tests.serve.engine import Harness, Request, Served
 from tests.serve.judge import SAME_COMPUTATION, judge
-from tests.serve.stating import MIXED, check_equal, expected, watched
+from tests.serve.stating import MIXED, beginning_alike, expected, parts, serve_equal, soak
 from tests.serve.tiny import make_prompts
 
 pytestmark = pytest.mark.engine
@@ -26,13 +25,8 @@ AS_WRITTEN = {"TFBACKEND_NATIVE_STATE": "0"}
 
 def _serve(harness: Harness, name: str, *batches: list[list[int]], **args: Any) -> Served:
     """Serve the batches, one after the other, and check that the answers are Transformers' and the layers vLLM's."""
-    answers = [expected(harness, name, prompts) for prompts in batches]
-    request = watched(harness, name, batches, args)
-    outcome = harness.serve(request)
-    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
-    served: Served = outcome.value
+    served = serve_equal(harness.serve, harness, name, batches, args, SAME_COMPUTATION)
     assert {state.layers for state in served.inspected} == {(KINDS[name][0],)}
-    check_equal(answers, served, SAME_COMPUTATION)
     return served
 
 
@@ -44,8 +38,7 @@ def test_more_prompts_of_mixed_lengths_than_seats(harness: Harness, name: str) -
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("name", USUAL)
 def test_prompts_in_parts(harness: Harness, name: str, caching: bool) -> None:
-    prompts = make_prompts(lengths=(100, 5, 61, 25), seed=11)
-    args = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True, "enable_prefix_caching": caching}
+    prompts, args = parts(caching)
     served = _serve(harness, name, prompts, **args)
     assert 0 < served.inspected[0].largest_forward <= 24
 
@@ -53,8 +46,7 @@ def test_prompts_in_parts(harness: Harness, name: str, caching: bool) -> None:
 @pytest.mark.parametrize("name", USUAL)
 def test_prefix_caching(harness: Harness, name: str) -> None:
     """A request goes on from the state that another one had at the end of a block."""
-    shared, *tails = make_prompts(lengths=(150, 9, 20), seed=12)
-    first, second = [shared + tails[0]], [shared + tails[1], shared + tails[0][:3]]
+    first, second = beginning_alike()
     served = _serve(harness, name, first, second, enable_prefix_caching=True, block_size=32)
     assert served.batches[0].cached == [0]
     assert min(served.batches[1].cached) >= 64
@@ -79,17 +71,7 @@ def test_two_ranks(harness: Harness, name: str) -> None:
 @pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
 def test_soak(harness: Harness, name: str) -> None:
     """Requests of any length arrive at any time, are cut into parts, put off and begun again."""
-    rng, count, grown = random.Random(31), 20, 30
-    prompts = make_prompts(lengths=tuple(rng.randint(1, 200) for _ in range(count)), seed=37)
-    arrivals = tuple(sorted(rng.randint(0, 3 * count) for _ in range(count)))
-    answers = expected(harness, name, prompts, grown)
-    args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
-    folder = harness.checkpoint(name)
-    outcome = harness.call(stepping.run, folder, prompts, grown, args, (), arrivals, timeout=580)
-    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
-    assert outcome.value.preempted > 0
-    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=SAME_COMPUTATION)
-    assert verdict.equal, verdict
+    soak(harness, name, 20, SAME_COMPUTATION)
 
 
 @pytest.mark.parametrize("name", USUAL)

@@ -1,7 +1,6 @@
 """Mixers that keep state between calls: the tokens of Transformers, however the engine cuts and mixes the requests."""
 
 import os
-import random
 from typing import Any
 
 import pytest
@@ -9,8 +8,9 @@ import pytest
 from tests.serve import probes, stepping
 from tests.serve.engine import MAX_TOKENS, Harness, Request, Served
 from tests.serve.judge import SAME_COMPUTATION, judge
-from tests.serve.stating import MIXED, check_equal, expected, watched
+from tests.serve.stating import MIXED, beginning_alike, bound_of, expected, parts, serve_equal, soak
 from tests.serve.tiny import make_prompts
+from tests.serve.warm import Outcome
 
 pytestmark = pytest.mark.engine
 
@@ -29,31 +29,24 @@ KINDS = {
 ONCE = {"kimi_linear": ("MoEHybrid", "whole keys and values beside state, of a config that has latents")}
 """Kinds that one test is enough for."""
 SHARED_OUT = {"zamba2": ("Hybrid", "a block for several layers, each of which leaves the adapters of the others be")}
-WITHIN = {"qwen3_next": 1e-3}
-"""Transformers with its cache, fed in parts of 24 tokens, is 5e-4 away from Transformers without one."""
 
 
 AS_WRITTEN = {"TFBACKEND_NATIVE_STATE": "0"}
 """vLLM has layers of its own for some of these; test_native.py tests those."""
 
 
-def _within(name: str) -> float:
-    return WITHIN.get(name, SAME_COMPUTATION)
-
-
 def _serve(
     harness: Harness, name: str, *batches: list[list[int]], env: dict[str, str] | None = None, **args: Any
 ) -> Served:
     """Serve the batches, one after the other, and check that the answers are Transformers'."""
-    answers = [expected(harness, name, prompts) for prompts in batches]
-    request = watched(harness, name, batches, args)
-    outcome = harness.serve(request, env=AS_WRITTEN | (env or {}))
-    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
-    served: Served = outcome.value
+
+    def serve(request: Request) -> Outcome:
+        return harness.serve(request, env=AS_WRITTEN | (env or {}))
+
+    served = serve_equal(serve, harness, name, batches, args, bound_of(name))
     assert set(served.model_class) == {
         f"tfbackend.models.Transformers{(KINDS | ONCE | SHARED_OUT)[name][0]}ForCausalLM"
     }
-    check_equal(answers, served, _within(name))
     return served
 
 
@@ -67,8 +60,7 @@ def test_more_prompts_of_mixed_lengths_than_seats(harness: Harness, name: str) -
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_in_parts(harness: Harness, name: str, caching: bool) -> None:
     """Parts end anywhere, and some are of one token."""
-    prompts = make_prompts(lengths=(100, 5, 61, 25), seed=11)
-    args = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True, "enable_prefix_caching": caching}
+    prompts, args = parts(caching)
     served = _serve(harness, name, prompts, **args)
     assert 0 < served.inspected[0].largest_forward <= 24
 
@@ -76,8 +68,7 @@ def test_prompts_in_parts(harness: Harness, name: str, caching: bool) -> None:
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "qwen3_next", *ONCE])
 def test_prefix_caching(harness: Harness, name: str) -> None:
     """A request goes on from the state that another one had at the end of a block."""
-    shared, *tails = make_prompts(lengths=(150, 9, 20), seed=12)
-    first, second = [shared + tails[0]], [shared + tails[1], shared + tails[0][:3]]
+    first, second = beginning_alike()
     served = _serve(harness, name, first, second, enable_prefix_caching=True, block_size=32)
     assert served.batches[0].cached == [0]
     assert min(served.batches[1].cached) >= 64
@@ -116,7 +107,7 @@ def test_requests_aborted_half_way(harness: Harness, name: str) -> None:
     )
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.aborted == len(doomed)
-    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
+    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=bound_of(name))
     assert verdict.equal, verdict
 
 
@@ -129,25 +120,15 @@ def test_requests_that_are_preempted(harness: Harness, name: str) -> None:
     outcome = harness.call(stepping.run, harness.checkpoint(name), prompts, grown, args, env=AS_WRITTEN, timeout=240)
     assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
     assert outcome.value.preempted > 0
-    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
+    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=bound_of(name))
     assert verdict.equal, verdict
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "jamba"])
 def test_soak(harness: Harness, name: str) -> None:
     """Requests of any length arrive at any time, are cut into parts, put off and begun again."""
-    rng, count = random.Random(23), int(os.environ.get("TFBACKEND_SOAK", "30"))
-    grown = 30
-    prompts = make_prompts(lengths=tuple(rng.randint(1, 200) for _ in range(count)), seed=29)
-    arrivals = tuple(sorted(rng.randint(0, 3 * count) for _ in range(count)))
-    answers = expected(harness, name, prompts, grown)
-    args = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
-    folder = harness.checkpoint(name)
-    outcome = harness.call(stepping.run, folder, prompts, grown, args, (), arrivals, env=AS_WRITTEN, timeout=580)
-    assert outcome.ok, f"{outcome.error}\n{outcome.tail()}"
-    assert outcome.value.preempted > 0
-    verdict = judge(answers, outcome.value.tokens, outcome.value.logprobs, within=_within(name))
-    assert verdict.equal, verdict
+    count = int(os.environ.get("TFBACKEND_SOAK", "30"))
+    soak(harness, name, count, bound_of(name), seeds=(23, 29), env=AS_WRITTEN)
 
 
 def test_speculative_decoding_is_refused(harness: Harness) -> None:

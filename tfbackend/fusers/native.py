@@ -46,7 +46,6 @@ class NativeFuser:
     """What the fusers of this kind have in common."""
 
     name: ClassVar[str]
-    kind: ClassVar[str]
 
     def find(self, module: nn.Module, state: StateSpec) -> Any:
         """(spec, weights) by shapes, or why it is none of this kind; "" where it does not look like one."""
@@ -59,7 +58,8 @@ class NativeFuser:
     def places(self, weights: Any) -> Mapping[str, str]:
         """What the layer calls each weight -> the name in the mixer; behind the name of a linear that is made of
         several, the number of the shard."""
-        raise NotImplementedError
+        named: Mapping[str, str] = weights
+        return named
 
     def own(self, spec: Any, module: nn.Module) -> Any:
         """The spec with what is of the one module and not of its kind, or why it is none."""
@@ -71,8 +71,8 @@ class NativeFuser:
             return self._miss(site, "it keeps no state that could be kept", near=False)
         found = self.find(site.module, state)
         if isinstance(found, str):
-            return self._miss(site, found or f"it has not the shapes of {self.kind}", near=bool(found))
-        problem = native_problem(site.serving, self.kind) or found[0].problem(site.serving) or tampered(site.module)
+            return self._miss(site, found or f"it has not the shapes of {self.name}", near=bool(found))
+        problem = native_problem(site.serving, self.name) or found[0].problem(site.serving) or tampered(site.module)
         if problem:
             return self._miss(site, problem, near=problem != NATIVE_OFF)
         if isinstance(site.source, str):
@@ -122,7 +122,6 @@ class SSDFuser(NativeFuser):
     """Mamba-2."""
 
     name: ClassVar[str] = MAMBA2
-    kind: ClassVar[str] = MAMBA2
 
     def find(self, module: nn.Module, state: StateSpec) -> tuple[SSDSpec, SSDParts] | str:
         return find_ssd(module, state)
@@ -143,7 +142,6 @@ class ShortConvFuser(NativeFuser):
     """A gated short convolution."""
 
     name: ClassVar[str] = SHORT_CONV
-    kind: ClassVar[str] = SHORT_CONV
 
     def find(self, module: nn.Module, state: StateSpec) -> tuple[ShortConvSpec, dict[str, str]] | str:
         return find_short_conv(module, state)
@@ -153,15 +151,11 @@ class ShortConvFuser(NativeFuser):
     ) -> tuple[ShortConvSpec, dict[str, str]] | str:
         return read_short_conv(module, state, found)
 
-    def places(self, weights: Mapping[str, str]) -> Mapping[str, str]:
-        return weights
-
 
 class DeltaFuser(NativeFuser):
     """A gated delta rule."""
 
     name: ClassVar[str] = GATED_DELTA
-    kind: ClassVar[str] = GATED_DELTA
 
     def find(self, module: nn.Module, state: StateSpec) -> tuple[DeltaSpec, dict[str, str]] | str:
         return find_delta(module, state)
@@ -170,6 +164,3 @@ class DeltaFuser(NativeFuser):
         self, module: nn.Module, state: StateSpec, found: tuple[DeltaSpec, dict[str, str]]
     ) -> tuple[DeltaSpec, dict[str, str]] | str:
         return read_delta(module, state, found)
-
-    def places(self, weights: Mapping[str, str]) -> Mapping[str, str]:
-        return weights

@@ -11,7 +11,6 @@ be fed is tried out on random numbers (graph/statetrial.py), which is also the p
 
 from __future__ import annotations
 
-import ast
 from typing import ClassVar
 
 from tfbackend.fusers.base import Match, Miss, Rewrite, Site
@@ -69,7 +68,5 @@ class StateFuser:
 
 def body_edit(source: ForwardSource, given: str, by: str) -> Edit:
     """The whole body of the forward, but for a docstring, gives way to a call of the layer."""
-    body = source.tree.body
-    first = body[1] if len(body) > 1 and ast.get_docstring(source.tree) is not None else body[0]
-    start, end = source.offsets(first)[0], source.offsets(body[-1])[1]
+    start, end = source.offsets(source.body[0])[0], source.offsets(source.body[-1])[1]
     return Edit(start, end, f"return {source.me}.{LAYER}({given})", by)

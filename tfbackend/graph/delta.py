@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from tfbackend.deltaspec import GATES, PARTS, DeltaReference, DeltaSpec, projection_places
-from tfbackend.graph.interface import RUN_ERRORS, answering, unattended
 from tfbackend.graph.mixerparts import (
     Seen,
     depthwise,
     linears_of,
+    read_by_numbers,
     run_decoding,
     run_whole,
     small_numbers,
@@ -28,8 +28,8 @@ from tfbackend.graph.mixerparts import (
     vectors_of,
     watching,
 )
-from tfbackend.graph.statetrial import TOLERANCE, whole_numbers
-from tfbackend.graph.trial import apart, materialise, plain_float32
+from tfbackend.graph.statetrial import TOLERANCE
+from tfbackend.graph.trial import apart
 from tfbackend.statespec import CONV, RECURRENT, StateSpec
 
 _TOKENS, _PROMPT = 11, 6
@@ -70,12 +70,7 @@ def find_delta(module: nn.Module, state: StateSpec) -> Found | str:
 
 def read_delta(module: nn.Module, state: StateSpec, found: Found) -> Found | str:
     """The same by its numbers."""
-    generator = torch.Generator().manual_seed(37)
-    with torch.no_grad(), plain_float32(), answering(unattended), whole_numbers():
-        try:
-            return _Reader(materialise(module, generator), state, *found, generator).read()
-        except RUN_ERRORS as error:
-            return f"it does not run on the CPU: {type(error).__name__}: {error}"
+    return read_by_numbers(module, 37, lambda mixer, generator: _Reader(mixer, state, *found, generator).read())
 
 
 def _sized(module: nn.Module, state: StateSpec) -> Iterator[DeltaSpec]:

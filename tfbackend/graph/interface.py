@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,15 +284,21 @@ def call_on_meta(
 
 
 @contextmanager
-def passing_experts() -> Iterator[None]:
-    """Answer, in a run on meta tensors, for experts that look at which of them have tokens."""
+def calls_made_by(call: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """While entered, `call(original, module, args, kwargs)` is what calling any module comes to; `original(module,
+    *args, **kwargs)` calls it as it was called before."""
     original = nn.Module.__call__
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call_on_meta(original, module, args, kwargs)
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(original, module, args, kwargs)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
+    nn.Module.__call__ = called  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def passing_experts() -> AbstractContextManager[None]:
+    """Answer, in a run on meta tensors, for experts that look at which of them have tokens."""
+    return calls_made_by(call_on_meta)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from tfbackend.graph.interface import RUN_ERRORS, answering, unattended
 from tfbackend.graph.statecache import advance, run_alone, tensors_of
-from tfbackend.graph.trial import apart
+from tfbackend.graph.statetrial import whole_numbers
+from tfbackend.graph.trial import apart, materialise, plain_float32
 from tfbackend.statespec import StateSpec
 
 
@@ -50,6 +52,21 @@ def stray_weights(module: nn.Module, known: set[str]) -> list[str]:
     """Parameters and saved buffers of a module that are none of `known`, nor in a child that is."""
     names = [name for name, _ in module.named_parameters()] + [*module.state_dict()]
     return [name for name in dict.fromkeys(names) if name.split(".")[0] not in known]
+
+
+Read = TypeVar("Read")
+
+
+def read_by_numbers(
+    module: nn.Module, seed: int, read: Callable[[nn.Module, torch.Generator], Read | str]
+) -> Read | str:
+    """What `read` finds of a mixer that has random weights, or why it found nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad(), plain_float32(), answering(unattended), whole_numbers():
+        try:
+            return read(materialise(module, generator), generator)
+        except RUN_ERRORS as error:
+            return f"it does not run on the CPU: {type(error).__name__}: {error}"
 
 
 class Seen:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,7 @@ from tfbackend.graph.interface import (
     as_it_was,
     buffers_on_meta,
     call_on_meta,
+    calls_made_by,
     passing_experts,
     positions_given,
     unattended,
@@ -282,12 +283,12 @@ class _Operations(TorchFunctionMode):
         return result
 
 
-@contextmanager
-def _calls_into(seen: Observation, base: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator[None]:
+def _calls_into(
+    seen: Observation, base: nn.Module, running: list[tuple[str, nn.Module]]
+) -> AbstractContextManager[None]:
     repeats, paths = Repeats(base), {id(module): path for path, module in base.named_modules()}
-    original = nn.Module.__call__
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = paths.get(id(module))
         if path is None:
             return call_on_meta(original, module, args, kwargs)
@@ -310,11 +311,7 @@ def _calls_into(seen: Observation, base: nn.Module, running: list[tuple[str, nn.
         repeats.after(path, key, (args, kwargs), output, ran)
         return output
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
+    return calls_made_by(call)
 
 
 def _note_made(seen: Observation, path: str, module: nn.Module, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Questions about a traced graph: where a value comes from, and what lies between."""
+"""Questions about a traced graph, where a value comes from and what lies between, and about paths of modules."""
 
 from __future__ import annotations
 
@@ -86,3 +86,21 @@ def between(start: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
     for node in start.graph.nodes:
         if node in reach_end and node in from_start and node is not start and node is not end:
             yield node
+
+
+def leads_to(node: fx.Node, end: fx.Node) -> bool:
+    """Whether `end` is computed from `node`."""
+    todo, seen = [end], set[fx.Node]()
+    while todo:
+        current = todo.pop()
+        if current is node:
+            return True
+        if current not in seen:
+            seen.add(current)
+            todo += current.all_input_nodes
+    return False
+
+
+def is_within(path: str, above: str) -> bool:
+    """Whether the module at `path` is the one at `above` or inside it."""
+    return path == above or path.startswith(f"{above}.")

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from tfbackend.graph.interface import has_experts_interface
+from tfbackend.graph.interface import calls_made_by, has_experts_interface
 from tfbackend.graph.masks import masks_for
 from tfbackend.graph.observe import TOKENS, Observation, call_keywords
 
@@ -81,11 +81,12 @@ class Rehearsal:
             except _Enough:
                 return
 
-    @contextmanager
-    def _calls(self, visits: Mapping[str, Visit], seed: int, tokens: int, spread: float) -> Iterator[None]:
-        original, left = nn.Module.__call__, set(visits)
+    def _calls(
+        self, visits: Mapping[str, Visit], seed: int, tokens: int, spread: float
+    ) -> AbstractContextManager[None]:
+        left = set(visits)
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
             path = self.paths.get(id(module))
             if path is not None and path in visits:
                 output = visits[path](module, args, kwargs)
@@ -99,11 +100,7 @@ class Rehearsal:
                 return original(module, *args, **kwargs)
             return self._drawn(path, seed, tokens, spread)
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
+        return calls_made_by(call)
 
     def blank(self, path: str, tokens: int = TOKENS) -> Any:
         """Zeros in the shape of what a module gives, in the memory of one."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from tfbackend.graph.kinds import layer_key
+from tfbackend.graph.query import is_within
 
 if TYPE_CHECKING:
     from tfbackend.graph.observe import Observation
@@ -104,7 +105,7 @@ def _lists(seen: Observation) -> tuple[dict[str, list[Any]], dict[str, list[Any]
 
 def _inside(table: Any, first: str) -> Iterator[str]:
     for known in table:
-        if known == first or known.startswith(f"{first}."):
+        if is_within(known, first):
             yield known
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tfbackend.graph.interface import RUN_ERRORS, answering, unattended
-from tfbackend.graph.mixerparts import apart_from, depthwise, linears_of, stray_weights
-from tfbackend.graph.statetrial import TOLERANCE, whole_numbers
-from tfbackend.graph.trial import materialise, plain_float32
+from tfbackend.graph.mixerparts import apart_from, depthwise, linears_of, read_by_numbers, stray_weights
+from tfbackend.graph.statetrial import TOLERANCE
 from tfbackend.shortconvspec import ShortConvSpec
 from tfbackend.statespec import CONV, StateSpec
 
@@ -18,16 +16,14 @@ def read_short_conv(
 ) -> tuple[ShortConvSpec, dict[str, str]] | str:
     """`found` if the numbers of the mixer are those of that short convolution, or else a reason."""
     spec, places = found
-    generator = torch.Generator().manual_seed(31)
-    with torch.no_grad(), plain_float32(), answering(unattended), whole_numbers():
-        try:
-            mixer = materialise(module, generator)
-            worst = apart_from(spec.reference().bind(mixer, places), mixer, state, spec.dim, generator)
-        except RUN_ERRORS as error:
-            return f"it does not run on the CPU: {type(error).__name__}: {error}"
-    if not worst <= TOLERANCE:
-        return f"what it gives differs by {worst:.2g} of the largest value from a short convolution"
-    return found
+
+    def compare(mixer: nn.Module, generator: torch.Generator) -> tuple[ShortConvSpec, dict[str, str]] | str:
+        worst = apart_from(spec.reference().bind(mixer, places), mixer, state, spec.dim, generator)
+        if not worst <= TOLERANCE:
+            return f"what it gives differs by {worst:.2g} of the largest value from a short convolution"
+        return found
+
+    return read_by_numbers(module, 31, compare)
 
 
 def find_short_conv(module: nn.Module, state: StateSpec) -> tuple[ShortConvSpec, dict[str, str]] | str:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from tfbackend.graph.interface import RUN_ERRORS, answering, unattended
 from tfbackend.graph.mixerparts import (
     Seen,
     depthwise,
     linears_of,
+    read_by_numbers,
     run_decoding,
     run_whole,
     small_numbers,
@@ -27,8 +27,8 @@ from tfbackend.graph.mixerparts import (
     vectors_of,
     watching,
 )
-from tfbackend.graph.statetrial import TOLERANCE, whole_numbers
-from tfbackend.graph.trial import apart, materialise, plain_float32
+from tfbackend.graph.statetrial import TOLERANCE
+from tfbackend.graph.trial import apart
 from tfbackend.ssdspec import NO_LIMIT, SSDReference, SSDSpec
 from tfbackend.statespec import CONV, RECURRENT, StateSpec
 
@@ -79,12 +79,7 @@ def scaled(spec: SSDSpec, module: nn.Module) -> SSDSpec | str:
 
 def read_ssd(module: nn.Module, state: StateSpec, found: tuple[SSDSpec, SSDParts]) -> tuple[SSDSpec, SSDParts] | str:
     """The same by its numbers."""
-    generator = torch.Generator().manual_seed(29)
-    with torch.no_grad(), plain_float32(), answering(unattended), whole_numbers():
-        try:
-            return _Reader(materialise(module, generator), state, *found, generator).read()
-        except RUN_ERRORS as error:
-            return f"it does not run on the CPU: {type(error).__name__}: {error}"
+    return read_by_numbers(module, 29, lambda mixer, generator: _Reader(mixer, state, *found, generator).read())
 
 
 def _shaped(module: nn.Module, state: StateSpec) -> tuple[SSDSpec, SSDParts] | str | None:

@@ -7,8 +7,8 @@ stage has. The model is run once over meta tensors, and every tensor is followed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, passing_experts, unattended
+from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, calls_made_by, passing_experts, unattended
 from tfbackend.graph.observe import TOKENS, model_inputs
 from tfbackend.graph.query import is_in_place
 
@@ -160,13 +160,11 @@ class _Operations(TorchFunctionMode):
         return result
 
 
-@contextmanager
-def _followed(base: nn.Module, trail: _Trail) -> Iterator[None]:
+def _followed(base: nn.Module, trail: _Trail) -> AbstractContextManager[None]:
     """Tell the trail when layers are called and return."""
     numbers = {id(base.get_submodule(path)): number for number, path in enumerate(trail.paths)}
-    original = nn.Module.__call__
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         number = numbers.get(id(module))
         if number is None or trail.running is not None:
             return original(module, *args, **kwargs)
@@ -175,8 +173,4 @@ def _followed(base: nn.Module, trail: _Trail) -> Iterator[None]:
         trail.leave(output)
         return output
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
+    return calls_made_by(call)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tfbackend.graph.interface import RUN_ERRORS, answering, as_it_was, buffers_on_meta, unattended
 from tfbackend.graph.observe import TOKENS, Observation
+from tfbackend.graph.query import is_within
 from tfbackend.graph.statepass import (
     REQUESTS,
     Keeping,
@@ -35,7 +36,7 @@ def find_held(module: nn.Module, path: str, observation: Observation) -> list[St
     """How the module at `path` may keep state, the likeliest first; none where it keeps none, or what is inside it
     does."""
     keeping = observation.keeping
-    if keeping is None or path not in keeping.calls or any(_within(p, path) for p in observation.attention):
+    if keeping is None or path not in keeping.calls or any(is_within(p, path) for p in observation.attention):
         return []
     found = _specs(module, path, observation, keeping)
     inside = [f"{path}.{name}" for name, _ in module.named_modules() if name]
@@ -49,10 +50,6 @@ def held_sites(base: nn.Module, observation: Observation) -> tuple[str, ...]:
     """Paths of the modules that may keep state outside Transformers' cache."""
     named = base.named_modules() if observation.keeping is not None else ()
     return tuple(path for path, module in named if path and find_held(module, path, observation))
-
-
-def _within(path: str, site: str) -> bool:
-    return path == site or path.startswith(f"{site}.")
 
 
 def _specs(module: nn.Module, path: str, observation: Observation, keeping: Keeping) -> list[StateSpec]:

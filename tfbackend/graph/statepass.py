@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tfbackend.graph.interface import RUN_ERRORS, answering, as_it_was, buffers_on_meta, call_on_meta, unattended
+from tfbackend.graph.interface import (
+    RUN_ERRORS,
+    answering,
+    as_it_was,
+    buffers_on_meta,
+    call_on_meta,
+    calls_made_by,
+    unattended,
+)
 from tfbackend.graph.masks import masks_that_answer
 from tfbackend.graph.observe import TOKENS, call_keywords
 from tfbackend.statespec import Path, StateSpec
@@ -140,11 +148,10 @@ def _layer_counts(base: nn.Module) -> dict[str, int]:
     return counts
 
 
-@contextmanager
-def _calls_into(seen: Keeping, base: nn.Module, fills: Mapping[int, float]) -> Iterator[None]:
-    paths, original = {id(module): path for path, module in base.named_modules()}, nn.Module.__call__
+def _calls_into(seen: Keeping, base: nn.Module, fills: Mapping[int, float]) -> AbstractContextManager[None]:
+    paths = {id(module): path for path, module in base.named_modules()}
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = paths.get(id(module))
         if path is not None and path not in seen.calls and (given := _bound(module, args, kwargs)) is not None:
             attributes = attributes_in(module)
@@ -153,11 +160,7 @@ def _calls_into(seen: Keeping, base: nn.Module, fills: Mapping[int, float]) -> I
             seen.calls[path] = KeepingCall(copied_structure(given), attributes, known)
         return call_on_meta(original, module, args, kwargs)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
+    return calls_made_by(call)
 
 
 def copied_structure(thing: Any) -> Any:

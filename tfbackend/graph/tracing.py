@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta, unattended
+from tfbackend.graph.interface import RUN_ERRORS, answering, buffers_on_meta, call_on_meta, calls_made_by, unattended
 
 Span = tuple[int, int, int, int]
 """(first line, first column, last line, last column) in the file, lines from 1, columns in bytes from 0."""
@@ -284,11 +284,8 @@ def _is_identity(func: Any) -> bool:
     )
 
 
-@contextmanager
-def _patched_calls(recorder: _Recorder) -> Iterator[None]:
-    original = nn.Module.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _patched_calls(recorder: _Recorder) -> AbstractContextManager[None]:
+    def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = recorder.paths.get(id(module))
         if not recorder.active or path is None or path in recorder.opened:
             return call_on_meta(original, module, args, kwargs)
@@ -301,8 +298,4 @@ def _patched_calls(recorder: _Recorder) -> Iterator[None]:
         recorder.add("call_module", path, args, kwargs, result)
         return result
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
+    return calls_made_by(call)

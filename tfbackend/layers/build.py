@@ -208,10 +208,6 @@ def _shared(made: nn.Module, spec: AttentionSpec, context: BuildContext) -> nn.M
     return made
 
 
-def _latent_attention(spec: MLASpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    return latent_attention(spec, prefix, context)
-
-
 def _as_reference(spec: AllKeysSpec | IdleSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
     return spec.reference()
 
@@ -232,40 +228,12 @@ def _chunked(spec: AttentionSpec, prefix: str, context: BuildContext, extra: dic
     return _shared(made, spec, context)
 
 
-def _experts(spec: ExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    return experts(spec, prefix, context)
-
-
-def _looped(spec: LoopedExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    return LoopedExperts(spec, prefix, context)
-
-
-def _dense(spec: DenseExpertsSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    return DenseExperts(spec, prefix, context)
-
-
 def _grouped(spec: GroupedLinearSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
     return GroupedLinear(spec, context)
 
 
-def _moe(spec: MoESpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
-    return KernelMoE(spec, prefix, context, site)
-
-
 def _state(spec: StateSpec, prefix: str, context: BuildContext, site: nn.Module) -> nn.Module:
     return StateLayer(spec, prefix, site)
-
-
-def _ssd(spec: SSDSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    return SSDLayer(spec, prefix, context)
-
-
-def _short_conv(spec: ShortConvSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    return ShortConvLayer(spec, prefix, context)
-
-
-def _delta(spec: DeltaSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
-    return DeltaLayer(spec, prefix, context)
 
 
 def own_slopes(slopes: tuple[float, ...], tp_size: int) -> list[float]:
@@ -273,6 +241,15 @@ def own_slopes(slopes: tuple[float, ...], tp_size: int) -> list[float]:
     heads = len(slopes) // tp_size
     first = get_tensor_model_parallel_rank() * heads if tp_size > 1 else 0
     return [*slopes[first : first + heads]]
+
+
+def _without_site(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """The builder of layers that look at no site."""
+
+    def build(spec: LayerSpec, prefix: str, context: BuildContext, _: nn.Module) -> nn.Module:
+        return make(spec, prefix, context)
+
+    return build
 
 
 _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
@@ -284,18 +261,18 @@ _BUILDERS: dict[type[Any], Callable[..., nn.Module]] = {
     ActMulSpec: _act_mul,
     EmbeddingSpec: _embedding,
     AttentionSpec: _attention,
-    MLASpec: _latent_attention,
+    MLASpec: _without_site(latent_attention),
     AllKeysSpec: _as_reference,
     IdleSpec: _as_reference,
-    ExpertsSpec: _experts,
-    LoopedExpertsSpec: _looped,
-    DenseExpertsSpec: _dense,
+    ExpertsSpec: _without_site(experts),
+    LoopedExpertsSpec: _without_site(LoopedExperts),
+    DenseExpertsSpec: _without_site(DenseExperts),
     GroupedLinearSpec: _grouped,
-    MoESpec: _moe,
+    MoESpec: KernelMoE,
     StateSpec: _state,
-    SSDSpec: _ssd,
-    ShortConvSpec: _short_conv,
-    DeltaSpec: _delta,
+    SSDSpec: _without_site(SSDLayer),
+    ShortConvSpec: _without_site(ShortConvLayer),
+    DeltaSpec: _without_site(DeltaLayer),
 }
 
 

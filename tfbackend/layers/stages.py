@@ -14,6 +14,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from tfbackend.errors import UnsupportedModelError
+from tfbackend.graph.query import is_within
 from tfbackend.graph.stages import Stages
 
 HIDDEN = "hidden_states"
@@ -48,7 +49,7 @@ class Stage:
 
     def has(self, path: str) -> bool:
         """Whether a path relative to the base model is not in what is absent."""
-        return not any(path == missing or path.startswith(f"{missing}.") for missing in self.absent)
+        return not any(is_within(path, missing) for missing in self.absent)
 
 
 def this_stage(plan: Stages | None, embedding: str, *, tied: bool) -> Stage | None:

@@ -59,6 +59,12 @@ class ForwardSource:
         """What the forward calls its module, "self" as a rule."""
         return _positional(self.tree)[0].arg
 
+    @property
+    def body(self) -> list[ast.stmt]:
+        """Its statements, without a docstring unless there is nothing else."""
+        body = self.tree.body
+        return body[1:] if len(body) > 1 and ast.get_docstring(self.tree) is not None else body
+
     def place(self, node: ast.AST | None = None) -> str:
         """'file.py:line' of `node`, or of the definition."""
         line = self.first_line + (getattr(node, "lineno", 1) - 1)

@@ -34,20 +34,31 @@ def serve(request: EngineRequest) -> Served:
     params = SamplingParams(
         temperature=0.0, max_tokens=request.max_tokens, logprobs=TOP, ignore_eos=True, detokenize=False
     )
-    llm.apply_model(watch_tokens)
-    if request.find_nonfinite:
-        llm.apply_model(watch_values)
+    watch(llm, find_nonfinite=request.find_nonfinite)
     batches, cached = [], []
     for prompts in request.batches:
         outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
         batches.append(tuple(map(_answer, outputs)))
         cached.append(tuple(output.num_cached_tokens or 0 for output in outputs))
         values.stop()
-    name, largest, graphs = llm.apply_model(describe)[0]
-    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
-        llm.llm_engine.engine_core.shutdown()  # shared memory of other ranks would outlive the process
+    name, largest, graphs = look_back(llm)
     found, checked = values.found, values.checked
     return Served(tuple(batches), tuple(cached), name, largest, graphs, found, checked, seconds)
+
+
+def watch(llm: Any, *, find_nonfinite: bool) -> None:
+    """Have each rank note how many tokens it is given, and whether what its modules give is finite."""
+    llm.apply_model(_watch_tokens)
+    if find_nonfinite:
+        llm.apply_model(_watch_values)
+
+
+def look_back(llm: Any) -> tuple[str, int, int]:
+    """Full name of the class that served, the largest forward, the number of compiled graphs. Ends the other ranks."""
+    name, largest, graphs = llm.apply_model(_describe)[0]
+    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        llm.llm_engine.engine_core.shutdown()  # shared memory of other ranks would outlive the process
+    return name, largest, graphs
 
 
 def _answer(output: Any) -> Answer:
@@ -85,7 +96,7 @@ class _Values:
 _tokens, values = _Tokens(), _Values()
 
 
-def watch_tokens(model: Any) -> None:
+def _watch_tokens(model: Any) -> None:
     """From now on remember the largest number of tokens that one forward was given."""
     model.register_forward_pre_hook(_note_tokens, with_kwargs=True)
 
@@ -95,7 +106,7 @@ def _note_tokens(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     _tokens.largest = max(_tokens.largest, positions.shape[-1])
 
 
-def watch_values(model: Any) -> None:
+def _watch_values(model: Any) -> None:
     """Until `stop` look at every output of every module; and at the logits of every forward."""
     for name, module in model.named_modules():
         values.hooks.append(module.register_forward_hook(_noter(name or type(model).__name__)))
@@ -125,7 +136,7 @@ def _noter(name: str) -> Any:
     return note
 
 
-def describe(model: Any) -> tuple[str, int, int]:
+def _describe(model: Any) -> tuple[str, int, int]:
     """Full name of the class that serves, the largest forward, the number of compiled graphs."""
     from torch._dynamo.utils import counters
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tfbackend.verification.answers import Pooled, PoolRequest, Rows, Text
-from tfbackend.verification.engine import OPTIONS, describe, values, watch_tokens, watch_values
+from tfbackend.verification.engine import OPTIONS, look_back, values, watch
 from tfbackend.verification.engine_log import LOADED
 
 _OPTIONS: dict[str, Any] = OPTIONS | {"runner": "pooling", "skip_tokenizer_init": False}
@@ -25,9 +25,7 @@ def pool(request: PoolRequest) -> Pooled:
         llm = LLM(model=request.model, **(_OPTIONS | tokenizer | dict(request.options)))
     seconds = time.monotonic() - start
     print(LOADED, flush=True)
-    llm.apply_model(watch_tokens)
-    if request.find_nonfinite:
-        llm.apply_model(watch_values)
+    watch(llm, find_nonfinite=request.find_nonfinite)
     batches = []
     for texts in request.batches:
         params = [_params(request.task, text) for text in texts]
@@ -35,9 +33,7 @@ def pool(request: PoolRequest) -> Pooled:
         outputs = llm.encode(prompts, params, pooling_task=request.task, use_tqdm=False)
         batches.append(tuple(_rows(output.outputs.data) for output in outputs))
         values.stop()
-    name, _, graphs = llm.apply_model(describe)[0]
-    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
-        llm.llm_engine.engine_core.shutdown()  # shared memory of other ranks would outlive the process
+    name, _, graphs = look_back(llm)
     return Pooled(tuple(batches), name, graphs, values.found, values.checked, seconds)
 
 

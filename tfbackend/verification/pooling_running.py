@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tfbackend.verification.answers import Pooled, PoolRequest, Rows, Text
@@ -13,7 +13,7 @@ from tfbackend.verification.engine_log import died
 from tfbackend.verification.pooling_oracle import Judged, ask_pooled
 from tfbackend.verification.processes import Outcome
 from tfbackend.verification.rungs import FAIL, NOT_RUN, PASS, UNKNOWN, Finding
-from tfbackend.verification.running import Runs, no_answer, of_loading
+from tfbackend.verification.running import Runs, no_answer, of_compiling, of_loading, of_outputs, usual_options
 from tfbackend.verification.vectors import Texts, gap
 
 _NAMED = 2
@@ -30,7 +30,6 @@ class PoolRunning:
         task: of vLLM's pooling tasks.
         context: longest text that they take (tokens).
         quick: whether only the texts that Transformers is asked about are.
-        options: keywords of vLLM's LLM, for all of them.
         own_tokenizer: whether they need the tokenizer of the model.
         trust_remote_code: whether code that comes with the model may run.
     """
@@ -45,7 +44,6 @@ class PoolRunning:
     trust_remote_code: bool = False
     _plain: Outcome | None = None
     _expected: Outcome | None = None
-    _options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def labels(self) -> bool:
@@ -84,12 +82,8 @@ class PoolRunning:
         return self._plain
 
     def _serve(self, batches: tuple[tuple[Text, ...], ...], *, find_nonfinite: bool = False, **options: Any) -> Outcome:
-        usual: dict[str, Any] = {"max_model_len": self.context, "max_num_batched_tokens": max(2048, self.context)}
-        if self.trust_remote_code:
-            usual["trust_remote_code"] = True
-        return self.runs.pool(
-            PoolRequest(self.model, batches, self.task, usual | options, self.own_tokenizer, find_nonfinite)
-        )
+        options = usual_options(self.context, self.trust_remote_code) | options
+        return self.runs.pool(PoolRequest(self.model, batches, self.task, options, self.own_tokenizer, find_nonfinite))
 
     def loads(self) -> Finding:
         """Start the plain engine; what it gives is kept for the rungs above."""
@@ -102,14 +96,7 @@ class PoolRunning:
         pooled: Pooled = self.plain.value
         rows = [row for batch in pooled.batches for answer in batch for row in answer]
         bad = sum(not math.isfinite(number) for row in rows for number in row)
-        figure = f"{pooled.checked:,} module outputs"
-        if pooled.nonfinite:
-            return Finding(FAIL, figure, detail=f"first at {pooled.nonfinite}")
-        if bad:
-            return Finding(FAIL, figure, detail=f"{bad} numbers of the answers are not finite")
-        if not pooled.checked:
-            return Finding(UNKNOWN, figure, detail="no module output could be looked at")
-        return Finding(PASS, figure, float(pooled.checked), "outputs")
+        return of_outputs(pooled, f"{bad} numbers of the answers are not finite" if bad else "")
 
     @property
     def _alone(self) -> tuple[Rows, ...]:
@@ -146,10 +133,7 @@ class PoolRunning:
     def compiled(self) -> Finding:
         """With torch.compile, against eager."""
         outcome = self._serve((self.asked,), enforce_eager=False)
-        finding = self._against_plain(outcome, "compiled")
-        if finding.verdict == PASS and not outcome.value.graphs:
-            return Finding(UNKNOWN, detail="nothing was compiled")
-        return finding
+        return of_compiling(self._against_plain(outcome, "compiled"), outcome)
 
     def ranks(self) -> Finding:
         """On two tensor-parallel ranks, against one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tfbackend.verification.answers import Answer, EngineRequest, Pooled, PoolRequest, Prompt, Served
@@ -56,7 +56,6 @@ class Running:
     trust_remote_code: bool = False
     _plain: Outcome | None = None
     _expected: Outcome | None = None
-    _options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def asked(self) -> tuple[Prompt, ...]:
@@ -85,10 +84,8 @@ class Running:
     ) -> Outcome:
         context = max(self.prompts.longest, _LEAST_CONTEXT)
         context = min(context, self.limit) if self.limit else context
-        usual: dict[str, Any] = {"max_model_len": context, "max_num_batched_tokens": max(2048, context)}
-        if self.trust_remote_code:
-            usual["trust_remote_code"] = True
-        return self.runs.serve(EngineRequest(self.model, batches, TOKENS, usual | options, find_nonfinite))
+        options = usual_options(context, self.trust_remote_code) | options
+        return self.runs.serve(EngineRequest(self.model, batches, TOKENS, options, find_nonfinite))
 
     def finite(self) -> Finding:
         """Every output of every module was finite in the plain engine."""
@@ -96,14 +93,7 @@ class Running:
             return Finding(FAIL, detail=died(self.plain))
         served: Served = self.plain.value
         bad = [value for answer in served.answers() for value in answer.logprobs if not math.isfinite(value)]
-        figure = f"{served.checked:,} module outputs"
-        if served.nonfinite:
-            return Finding(FAIL, figure, detail=f"first at {served.nonfinite}")
-        if bad:
-            return Finding(FAIL, figure, detail=f"{len(bad)} log-probabilities are not finite")
-        if not served.checked:
-            return Finding(UNKNOWN, figure, detail="no module output could be looked at")
-        return Finding(PASS, figure, float(served.checked), "outputs")
+        return of_outputs(served, f"{len(bad)} log-probabilities are not finite" if bad else "")
 
     @property
     def expected(self) -> Outcome:
@@ -175,10 +165,7 @@ class Running:
     def compiled(self) -> Finding:
         """With torch.compile, against eager."""
         outcome = self._serve((self.asked,), enforce_eager=False)
-        finding = self._against_plain(outcome, "the eager engine")
-        if finding.verdict == PASS and not outcome.value.graphs:
-            return Finding(UNKNOWN, detail="nothing was compiled")
-        return finding
+        return of_compiling(self._against_plain(outcome, "the eager engine"), outcome)
 
     def ranks(self) -> Finding:
         """On two tensor-parallel ranks, against one."""
@@ -238,6 +225,31 @@ def _of_tokens(verdict: Verdict, prompts: int, unreached: Sequence[int]) -> Find
         figure = f"{verdict.compared} tokens equal before the first difference of each prompt"
         return Finding(FAIL, figure, float(verdict.compared), "tokens", verdict.fault)
     return Finding(PASS, figure, float(verdict.compared), "tokens")
+
+
+def usual_options(context: int, trust_remote_code: bool) -> dict[str, Any]:
+    """Keywords of every engine that takes up to `context` tokens."""
+    options: dict[str, Any] = {"max_model_len": context, "max_num_batched_tokens": max(2048, context)}
+    return options | {"trust_remote_code": True} if trust_remote_code else options
+
+
+def of_outputs(seen: Served | Pooled, bad: str) -> Finding:
+    """What was seen of the outputs of modules; `bad` says which numbers of the answers are not finite, "" for none."""
+    figure = f"{seen.checked:,} module outputs"
+    if seen.nonfinite:
+        return Finding(FAIL, figure, detail=f"first at {seen.nonfinite}")
+    if bad:
+        return Finding(FAIL, figure, detail=bad)
+    if not seen.checked:
+        return Finding(UNKNOWN, figure, detail="no module output could be looked at")
+    return Finding(PASS, figure, float(seen.checked), "outputs")
+
+
+def of_compiling(finding: Finding, outcome: Outcome) -> Finding:
+    """`finding` about the answers of an engine that compiles; without graphs it says nothing."""
+    if finding.verdict == PASS and not outcome.value.graphs:
+        return Finding(UNKNOWN, detail="nothing was compiled")
+    return finding
 
 
 def no_answer(outcome: Outcome, plain: Outcome) -> Finding:

@@ -74,6 +74,15 @@ def _classifier(model: Any) -> str:
     return str(plan.classifier) if getattr(plan, "classifier", None) else ""
 
 
+def _raw_logits(llm: Any, prompts: list[list[int]]) -> list[Any]:
+    from vllm import PoolingParams
+
+    params = PoolingParams(task="classify", use_activation=False)
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.encode(given, params, pooling_task="classify", use_tqdm=False)
+    return [output.outputs.data.float().tolist() for output in outputs]
+
+
 def pool_after_refusals(folder: str, prompts: list[list[int]]) -> tuple[list[str], list[Any]]:
     """(what is said to a prompt without its end, and to one with types of tokens; what the prompts get then)."""
     from vllm import LLM, PoolingParams
@@ -86,10 +95,7 @@ def pool_after_refusals(folder: str, prompts: list[list[int]]) -> tuple[list[str
             llm.encode([{"prompt_token_ids": ids}], params, pooling_task="classify", use_tqdm=False)
         except ValueError as error:
             refusals.append(str(error))
-    params = PoolingParams(task="classify", use_activation=False)
-    given = [{"prompt_token_ids": ids} for ids in prompts]
-    outputs = llm.encode(given, params, pooling_task="classify", use_tqdm=False)
-    answers = [output.outputs.data.float().tolist() for output in outputs]
+    answers = _raw_logits(llm, prompts)
     llm.llm_engine.engine_core.shutdown()
     return refusals, answers
 
@@ -106,10 +112,7 @@ def pool_after_refused_types(folder: str, prompts: list[list[int]]) -> tuple[str
         llm.encode([{"prompt_token_ids": prompts[0]}], typed, pooling_task="classify", use_tqdm=False)
     except (ValueError, AssertionError) as error:
         refusal = f"{type(error).__name__}: {error}"
-    params = PoolingParams(task="classify", use_activation=False)
-    given = [{"prompt_token_ids": ids} for ids in prompts]
-    outputs = llm.encode(given, params, pooling_task="classify", use_tqdm=False)
-    answers = [output.outputs.data.float().tolist() for output in outputs]
+    answers = _raw_logits(llm, prompts)
     llm.llm_engine.engine_core.shutdown()
     return refusal, answers
 
